@@ -1,0 +1,1 @@
+"""From checkpoints to bundles: readers, pairing, graph emission, compilers."""

@@ -1,0 +1,1 @@
+"""What a user runs: the command line, the deployment spec, stages, reports."""

@@ -1,0 +1,1 @@
+"""From a bundle to a Triton model repository. Import rules apply from the first line on."""
