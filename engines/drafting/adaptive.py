@@ -1,0 +1,63 @@
+"""How long a draft should be: as long as one more token still pays, at the measured cost of a step.
+
+For a chain whose tokens are each accepted with probability α given that the one before was, g draft
+tokens yield (1 - α^(g+1)) / (1 - α) tokens a step (Leviathan et al. 2023, equation 1). The length
+that maximises yield ÷ cost is chosen anew every step; 0 means plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.acceptance import best_gamma
+
+__all__ = ["DraftLength", "step_cost_at"]
+
+DECAY = 0.9  # old evidence fades: text changes between prose, code and quotes
+PRIOR_WEIGHT = 2.0
+
+
+def step_cost_at(curve: Sequence[float], tokens: int) -> float:
+    """The cost of a step over `tokens` tokens, in plain steps.
+
+    Args:
+        curve: measured costs, entry i for i + 1 tokens. Beyond its end the last slope goes on.
+    """
+    if tokens <= len(curve):
+        return curve[tokens - 1]
+    slope = curve[-1] - curve[-2] if len(curve) > 1 else 0.0
+    return curve[-1] + max(slope, 0.0) * (tokens - len(curve))
+
+
+class DraftLength:
+    """One sequence's estimate of α, by the length of the n-gram match behind a draft.
+
+    Args:
+        curve: the engine's measured step costs (manifest: `step_cost`).
+        prior: α before anything was seen, by match length; the last entry serves all longer matches.
+    """
+
+    def __init__(self, curve: Sequence[float], prior: Sequence[float]) -> None:
+        self._curve = curve
+        self._accepted = [PRIOR_WEIGHT * alpha for alpha in prior]
+        self._tried = [PRIOR_WEIGHT] * len(prior)
+
+    def _kind(self, match: int) -> int:
+        return min(match, len(self._tried)) - 1
+
+    def choose(self, match: int, limit: int) -> int:
+        """The draft length, 0 … `limit`, for a match of `match` tokens."""
+        if match == 0 or limit <= 0:
+            return 0
+        kind = self._kind(match)
+        alpha = self._accepted[kind] / self._tried[kind]
+        return best_gamma(alpha, lambda g: step_cost_at(self._curve, g + 1), limit)
+
+    def observe(self, match: int, drafted: int, accepted: int) -> None:
+        """Learn from a step: `accepted` of `drafted` tokens were accepted."""
+        if drafted == 0:
+            return
+        kind = self._kind(match)
+        tried = accepted + (accepted < drafted)  # what came after the first rejection tells nothing
+        self._accepted[kind] = DECAY * self._accepted[kind] + accepted
+        self._tried[kind] = DECAY * self._tried[kind] + tried
