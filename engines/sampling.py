@@ -103,10 +103,10 @@ def exponential(x: FloatArray) -> FloatArray:
 def row_weights(logits: FloatArray, temperature: FloatArray, top_k: IntArray, top_p: FloatArray) -> IntArray:
     """Integer weights of the filtered distribution of every row.
 
-    With e = exp((logit - max) / temperature), a weight is e · 2^30, cut to an integer. top-k keeps the
-    tokens whose e is at least the k-th largest. top-p then goes through the kept tokens from the
-    largest down and keeps each while the weights before it sum to less than top_p of their total;
-    tokens equal to the last one kept stay. Dropped tokens weigh nothing.
+    A weight is exp((logit - max) / temperature) · 2^30, cut to an integer. top-k keeps the tokens whose
+    weight is at least the k-th largest. top-p then goes through the kept tokens from the heaviest down
+    and keeps each while the weights before it sum to less than top_p of their total; tokens as heavy as
+    the last one kept stay. Dropped tokens weigh nothing.
 
     Args:
         logits: f32 [B, R, V], finite.
@@ -118,33 +118,30 @@ def row_weights(logits: FloatArray, temperature: FloatArray, top_k: IntArray, to
     heat = np.where(temperature > 0, temperature, np.float32(1))[:, None, None]
     with np.errstate(over="ignore"):  # to minus infinity, whose weight is zero, too
         e = exponential((logits - logits.max(-1, keepdims=True)) / heat)
-    weights = _integers(e)
-    filtered = (top_k > 0) | (top_p < 1)
-    for b in np.flatnonzero(filtered):
-        for r in range(logits.shape[1]):
-            threshold = _threshold(e[b, r], weights[b, r], int(top_k[b]), top_p[b])
-            weights[b, r] *= e[b, r] >= threshold
+    weights: IntArray = (e * np.float32(WEIGHT_SCALE)).astype(np.int64)
+    if (top_k > 0).any() or (top_p < 1).any():
+        threshold = _threshold(weights, top_k[:, None, None], top_p[:, None, None])
+        weights = np.where(weights >= threshold, weights, 0)
     return weights
 
 
-def _integers(e: FloatArray) -> IntArray:
-    scaled: IntArray = (e * np.float32(WEIGHT_SCALE)).astype(np.int64)
-    return scaled
+def _threshold(weights: IntArray, top_k: IntArray, top_p: FloatArray) -> IntArray:
+    """The smallest weight of every row that both filters keep: i64 [B, R, 1].
 
+    Args:
+        weights: i64 [B, R, V]; top_k, top_p: [B, 1, 1].
+    """
+    ranked = np.sort(weights, -1)[..., ::-1]
+    last = np.broadcast_to(np.clip(top_k, 1, ranked.shape[-1]) - 1, (*ranked.shape[:2], 1))
+    by_rank = np.where(top_k > 0, np.take_along_axis(ranked, last, -1), 0)
 
-def _threshold(e: FloatArray, weights: IntArray, top_k: int, top_p: np.float32) -> np.float32:
-    """The smallest e of one row [V] that both filters keep."""
-    ranked = np.sort(e)[::-1]
-    threshold = np.float32(0)
-    if top_k > 0:
-        threshold = np.float32(ranked[min(top_k, len(ranked)) - 1])
-        ranked = ranked[ranked >= threshold]
-    if top_p < 1:
-        total = weights[e >= threshold].sum()
-        ranked_weights = _integers(ranked)
-        before = ranked_weights.cumsum() - ranked_weights
-        kept = int((before.astype(np.float32) < top_p * np.float32(total)).sum())
-        threshold = np.float32(ranked[max(kept, 1) - 1])
+    ranked = np.where(ranked >= by_rank, ranked, 0)
+    before = ranked.cumsum(-1) - ranked
+    total = ranked.sum(-1, keepdims=True)
+    fits = before.astype(np.float32) < top_p * total.astype(np.float32)
+    last = np.maximum(fits.sum(-1, keepdims=True), 1) - 1
+    by_mass = np.where(top_p < 1, np.take_along_axis(ranked, last, -1), 0)
+    threshold: IntArray = np.maximum(by_rank, by_mass)
     return threshold
 
 

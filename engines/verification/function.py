@@ -120,13 +120,13 @@ def _polynomial() -> str:
 def _ranking(stage: int) -> str:
     """`threshold_{stage}` of every row: from the RANKED[stage] largest, or from more if need be."""
     if stage == len(RANKED):
-        inputs = "e, integers, k_row, p_row, vocabulary"
+        inputs = "integers, k_row, p_row, vocabulary"
         return f"threshold_{stage}, settled_{stage} = {DOMAIN}.Threshold ({inputs})"
     return f"""
             limit_{stage} = Constant <value_ints = [{RANKED[stage]}]> ()
             count_{stage} = Min (vocabulary, limit_{stage})
             ranked_{stage}, settled_{stage} =
-                {DOMAIN}.Threshold (e, integers, k_row, p_row, count_{stage})
+                {DOMAIN}.Threshold (integers, k_row, p_row, count_{stage})
             settled_f_{stage} = Cast <to = 1> (settled_{stage})
             all_f_{stage} = ReduceMin <keepdims = 0> (settled_f_{stage})
             enough_{stage} = Greater (all_f_{stage}, zero_f)
@@ -152,61 +152,54 @@ Exponential (x) => (e)
 }}
 """
 
-# The smallest e of every row that top-k and top-p keep, from the `count` largest alone.
-# e f32, weights i64 [B, R, V]; top_k, top_p [B, 1, 1]; count i64 [1] -> threshold f32 [B, R, 1];
+# The smallest weight of every row that top-k and top-p keep, from the `count` heaviest tokens alone.
+# weights i64 [B, R, V]; top_k, top_p [B, 1, 1]; count i64 [1] -> threshold i64 [B, R, 1];
 # settled bool [B, R, 1]: count was enough.
-_THRESHOLD = f"""
-Threshold (e, weights, top_k, top_p, count) => (threshold, settled)
-{{
-    zero = Constant <value_int = 0> ()
-    one = Constant <value_int = 1> ()
+_THRESHOLD = """
+Threshold (weights, top_k, top_p, count) => (threshold, settled)
+{
+    zero = Constant <value_ints = [0]> ()
+    one = Constant <value_ints = [1]> ()
     last_axis = Constant <value_ints = [-1]> ()
-    zero_f = Constant <value_float = 0.0> ()
     one_f = Constant <value_float = 1.0> ()
-    ranked, order = TopK <axis = -1> (e, count)
-    rows = Shape <start = 0, end = 2> (e)
-    single = Constant <value_ints = [1]> ()
-    column = Concat <axis = 0> (rows, single)
+    ranked, order = TopK <axis = -1> (weights, count)
 
-    has_k = Greater (top_k, zero)
+    rows = Shape <start = 0, end = 2> (weights)
+    column = Concat <axis = 0> (rows, one)
     k_or_last = Min (top_k, count)
     k_or_first = Max (k_or_last, one)
     k_index = Sub (k_or_first, one)
     k_indices = Expand (k_index, column)
     kth = GatherElements <axis = -1> (ranked, k_indices)
-    k_threshold = Where (has_k, kth, zero_f)
+    has_k = Greater (top_k, zero)
+    by_rank = Where (has_k, kth, zero)
 
-    zero_1 = Constant <value_ints = [0]> ()
-    k_keeps = GreaterOrEqual (e, k_threshold)
-    k_weights = Where (k_keeps, weights, zero_1)
+    k_keeps = GreaterOrEqual (weights, by_rank)
+    k_weights = Where (k_keeps, weights, zero)
     total = ReduceSum (k_weights, last_axis)
     total_f = Cast <to = 1> (total)
     limit = Mul (top_p, total_f)
-
-    weight_scale = Constant <value_float = {WEIGHT_SCALE!r}> ()
-    ranked_scaled = Mul (ranked, weight_scale)
-    ranked_integers = Cast <to = 7> (ranked_scaled)
-    k_keeps_ranked = GreaterOrEqual (ranked, k_threshold)
-    ranked_weights = Where (k_keeps_ranked, ranked_integers, zero_1)
-    before = CumSum <exclusive = 1> (ranked_weights, last_axis)
+    k_keeps_ranked = GreaterOrEqual (ranked, by_rank)
+    k_ranked = Where (k_keeps_ranked, ranked, zero)
+    before = CumSum <exclusive = 1> (k_ranked, last_axis)
     before_f = Cast <to = 1> (before)
-    p_keeps = Less (before_f, limit)
-    p_keeps_f = Cast <to = 1> (p_keeps)
-    kept_f = ReduceSum (p_keeps_f, last_axis)
-    kept = Cast <to = 7> (kept_f)
-    kept_or_one = Max (kept, one)
-    p_index = Sub (kept_or_one, one)
-    pth = GatherElements <axis = -1> (ranked, p_index)
+    fits = Less (before_f, limit)
+    fits_f = Cast <to = 1> (fits)
+    fitting_f = ReduceSum (fits_f, last_axis)
+    fitting = Cast <to = 7> (fitting_f)
+    fitting_or_one = Max (fitting, one)
+    p_index = Sub (fitting_or_one, one)
+    pth = GatherElements <axis = -1> (k_ranked, p_index)
     has_p = Less (top_p, one_f)
-    p_threshold = Where (has_p, pth, zero_f)
-    threshold = Max (k_threshold, p_threshold)
+    by_mass = Where (has_p, pth, zero)
+    threshold = Max (by_rank, by_mass)
 
     k_unsettled = Greater (top_k, count)
-    p_open = GreaterOrEqual (kept, count)
+    p_open = GreaterOrEqual (fitting, count)
     p_unsettled = And (has_p, p_open)
     unsettled = Or (k_unsettled, p_unsettled)
     settled = Not (unsettled)
-}}
+}
 """
 
 # sampling.row_weights: logits f32 [B, R, V] -> weights i64 [B, R, V].
@@ -245,7 +238,7 @@ Weights (logits, temperature, top_k, top_p) => (weights)
             p_row = Unsqueeze (p_used, per_row)
             vocabulary = Shape <start = 2, end = 3> (logits)
             {_ranking(0)}
-            keeps = GreaterOrEqual (e, threshold_0)
+            keeps = GreaterOrEqual (integers, threshold_0)
             nothing = Constant <value_ints = [0]> ()
             kept = Where (keeps, integers, nothing)
         }},

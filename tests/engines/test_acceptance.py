@@ -143,7 +143,7 @@ def test_expected_tokens_bounds(alpha, gamma):
 
 @pytest.mark.parametrize(("alpha", "gamma"), [(-0.1, 1), (1.1, 1), (math.nan, 1), (0.5, -1)])
 def test_expected_tokens_out_of_range(alpha, gamma):
-    with pytest.raises(ValueError, match="α|γ"):
+    with pytest.raises(ValueError, match=r"α|γ"):
         expected_tokens_per_step(alpha, gamma)
 
 
