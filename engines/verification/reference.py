@@ -73,7 +73,7 @@ def verify_chain(
         temperature, top_k, top_p: [B], see `SamplingParams`.
         uniforms: f32 [B, R, 3], see `engines.uniforms`.
     """
-    with np.errstate(invalid="ignore"):  # rows that are not finite are computed, then refused
+    with np.errstate(invalid="ignore", divide="ignore"):  # rows that are not finite: computed, refused
         greedy = temperature == 0
         finite = np.isfinite(target_logits).all((1, 2))
         best = target_logits.argmax(-1)

@@ -269,8 +269,9 @@ def generate(drafter, *, temperature=1.0, top_k=0, top_p=1.0, point_mass=False, 
         for i in range(GAMMA + 1):
             emits = active & (i <= verdict.accepted)
             tokens[rows[emits], lengths[emits] + i] = verdict.tokens[emits, i]
-        for drafted, accepted in zip(counts[active], verdict.accepted[active], strict=True):
-            stats.record(int(drafted), int(accepted))
+        pairs = np.stack([counts[active], verdict.accepted[active]], 1)
+        for (drafted, accepted), steps in zip(*np.unique(pairs, axis=0, return_counts=True), strict=True):
+            stats.record(int(drafted), int(accepted), int(steps))
         lengths = np.where(active, lengths + verdict.accepted + 1, lengths)
     return tokens[:, 2 : 2 + LENGTH], stats
 
