@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
+import numpy.typing as npt
 
 from engines.acceptance import AcceptanceStats
 from engines.bundle import EngineFacts
@@ -27,7 +28,7 @@ from engines.uniforms import uniforms
 __all__ = ["Completion", "Decoder", "FinishReason", "PhaseTimes", "Request", "RequestError"]
 
 PREFILL_CHUNK = 256  # prompt tokens a step: bounds both activations and the stall of running streams
-NGRAM_PRIOR = (0.25, 0.45, 0.6, 0.75)  # α by match length, before the sequence has shown its own
+NGRAM_PRIOR = (0.25, 0.45, 0.6, 0.75, 0.8, 0.85, 0.9)  # α by match length, before a sequence shows its own
 
 
 class RequestError(UsageError):
@@ -211,6 +212,26 @@ class Decoder:
         self.times.host += time.perf_counter() - begin - spent
         return finished
 
+    def next_logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """The target's logits [vocabulary] behind `tokens`, in plain steps. Only between requests.
+
+        Raises:
+            RequestError: as for a prompt.
+        """
+        assert not self._active
+        self._check(Request(tokens))
+        sequence = _Sequence(Request(tokens), self._facts, 0, None)
+        self._active = [(0, sequence)]
+        try:
+            for start in range(0, len(tokens), PREFILL_CHUNK):
+                chunk = np.array([tokens[start : start + PREFILL_CHUNK]], np.int64)
+                outputs = self._run([sequence], 0, chunk, context=None, want_logits=True)
+                sequence.length += chunk.shape[1]
+        finally:
+            self._active = []
+        assert outputs.logits is not None
+        return outputs.logits[0, 0]
+
     # -- phases -----------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
@@ -223,7 +244,7 @@ class Decoder:
                 stop = min(sequence.length + budget, sequence.prompt_length)
                 chunk = np.array([sequence.tokens[sequence.length : stop]], np.int64)
                 budget -= chunk.shape[1]
-                outputs = self._run([sequence], slot, chunk, context=chunk, steps=0, drafts=None)
+                outputs = self._run([sequence], slot, chunk, context=chunk)
                 now = time.perf_counter()
                 self.times.prefill += now - begin
                 sequence.length = sequence.draft_length = stop
@@ -298,9 +319,10 @@ class Decoder:
         tokens: IntArray,
         *,
         context: IntArray | None,
-        steps: int,
-        drafts: IntArray | None,
+        steps: int = 0,
+        drafts: IntArray | None = None,
         counts: IntArray | None = None,
+        want_logits: bool = False,
     ) -> StepOutputs:
         batch, width = tokens.shape
         rows = 1 + (steps if drafts is None else drafts.shape[1])
@@ -336,7 +358,8 @@ class Decoder:
                 draft_steps=steps,
                 draft_context=context if own_cache else None,
                 draft_lengths=np.array(starts, np.int64) if own_cache else None,
-            )
+            ),
+            want_logits=want_logits,
         )
         if not outputs.finite.all():
             raise NonFiniteLogits(

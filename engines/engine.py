@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from engines.acceptance import AcceptanceStats
 from engines.bundle import Bundle, EngineFacts, open_bundle
 from engines.decoding import Completion, Decoder, FinishReason, PhaseTimes, Request
@@ -108,6 +110,11 @@ class Engine:
         if len(ids) == len(prompt):
             return ids
         return self.codec.encode_chat([item for item in prompt if isinstance(item, Mapping)])
+
+    def top_gap(self, tokens: Sequence[int]) -> float:
+        """Top-1 minus top-2 logit behind `tokens`: how near the argmax is to flipping."""
+        second, first = np.partition(self._decoder.next_logits(tokens), -2)[-2:]
+        return float(first - second)
 
     def generate(
         self,

@@ -1,0 +1,225 @@
+"""The decoding loop on small random models: every mode is exact, in every batch, at every limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zoo
+
+from engines.bundle import EngineFacts
+from engines.decoding import Completion, Decoder, FinishReason, Request, RequestError
+from engines.exactness import compare_greedy
+from engines.sampling import SamplingParams
+from engines.sessions.onnxruntime import OnnxSession
+
+MAX_SEQ_LEN = 96
+GAMMA = 8
+METHODS = ["ngram", "draft_model", "layer_skip"]
+Loaded = tuple[OnnxSession, EngineFacts]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Loaded]]:
+    """One engine a method; the drafter is the target with noise, so that some drafts are accepted."""
+    root = tmp_path_factory.mktemp("engines")
+    target = zoo.save(zoo.make_model("llama"), root / "target")
+    drafter = zoo.save(zoo.make_noisy("llama", noise=0.02), root / "drafter")
+    made = {}
+    for method in METHODS:
+        made[method] = zoo.make_session(
+            target,
+            root / method,
+            method=method,
+            gamma=GAMMA,
+            exit_layer=2 if method == "layer_skip" else None,
+            drafter=drafter if method == "draft_model" else None,
+            max_seq_len=MAX_SEQ_LEN,
+        )
+    return made
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Ragged; the second half of each repeats its first, so that n-grams match."""
+    rng = np.random.default_rng(seed)
+    halves = [rng.integers(3, 97, rng.integers(1, 14)).tolist() for _ in range(count)]
+    return [half + half for half in halves]
+
+
+def run(loaded: Loaded, requests: list[Request]) -> list[Completion]:
+    return Decoder(*loaded).run(requests)
+
+
+def assert_same(loaded: Loaded, request: Request, plain: list[int], other: list[int]) -> None:
+    """The margin rule."""
+    session, facts = loaded
+
+    def gap(i: int) -> float:
+        logits = np.sort(Decoder(session, facts).next_logits([*request.prompt, *plain[:i]]))
+        return float(logits[-1] - logits[-2])
+
+    found = compare_greedy(plain, other, gap, facts.margin_tolerance)
+    assert found is None or found.allowed, found
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("gamma", range(1, GAMMA + 1))
+@pytest.mark.parametrize("batch", [1, 4])
+def test_greedy_speculation_equals_plain_decoding(
+    engines: dict[str, Loaded], method: str, gamma: int, batch: int
+) -> None:
+    asked = prompts(batch, seed=gamma)
+    plain = run(engines[method], [Request(p, 40, gamma=0) for p in asked])
+    for size in range(0, batch, batch):
+        requests = [Request(p, 40, gamma=gamma) for p in asked[size : size + batch]]
+        for request, expected, got in zip(requests, plain, run(engines[method], requests), strict=True):
+            assert_same(engines[method], request, expected.tokens, got.tokens)
+            assert got.acceptance.drafted > 0 or method == "ngram"
+
+
+def test_plain_decoding_equals_transformers(engines: dict[str, Loaded]) -> None:
+    import torch
+
+    model = zoo.make_model("llama")
+    for prompt in prompts(3, seed=11):
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=None
+        )[0, len(prompt) :].tolist()
+        request = Request(prompt, 30, gamma=0)
+        assert_same(engines["ngram"], request, expected, run(engines["ngram"], [request])[0].tokens)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_more_requests_than_slots(engines: dict[str, Loaded], method: str) -> None:
+    """Sequences join and leave at different times; none sees another."""
+    asked = prompts(11, seed=5)
+    lengths = [3, 30, 1, 12, 25, 2, 18, 9, 27, 5, 14]
+    requests = [Request(p, n) for p, n in zip(asked, lengths, strict=True)]
+    together = run(engines[method], requests)
+    for request, got in zip(requests, together, strict=True):
+        alone = run(engines[method], [request])[0]
+        assert got.reason is alone.reason
+        assert_same(engines[method], request, alone.tokens, got.tokens)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_seeded_results_do_not_depend_on_the_batch(engines: dict[str, Loaded], method: str) -> None:
+    requests = [
+        Request(p, 24, sampling=SamplingParams(0.9, 20, 0.95, seed=3), sequence=i)
+        for i, p in enumerate(prompts(8, seed=7))
+    ]
+    together = run(engines[method], requests)
+    alone = [run(engines[method], [request])[0] for request in requests]
+    assert [c.tokens for c in together] == [c.tokens for c in alone]
+
+
+def test_seeded_ngram_equals_seeded_plain_decoding(engines: dict[str, Loaded]) -> None:
+    """Point-mass drafts are matched against the very token that plain decoding would have drawn."""
+    for i, prompt in enumerate(prompts(6, seed=8)):
+        sampling = SamplingParams(0.7, seed=i)
+        plain = run(engines["ngram"], [Request(prompt, 32, sampling=sampling, gamma=0)])[0]
+        drafted = run(engines["ngram"], [Request(prompt, 32, sampling=sampling)])[0]
+        assert plain.tokens == drafted.tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_mixed_greedy_and_sampled_batch(engines: dict[str, Loaded], method: str) -> None:
+    asked = prompts(4, seed=9)
+    hot = SamplingParams(1.2, seed=1)
+    mixed = [Request(p, 20, sampling=hot if i % 2 else SamplingParams()) for i, p in enumerate(asked)]
+    for request, got in zip(mixed, run(engines[method], mixed), strict=True):
+        assert run(engines[method], [request])[0].tokens == got.tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_speculation_off_and_on_within_one_engine(engines: dict[str, Loaded], method: str) -> None:
+    """A plain request lets the drafter's cache lag; a speculating one beside it is not disturbed."""
+    asked = prompts(4, seed=12)
+    mixed = [Request(p, 30, gamma=g) for p, g in zip(asked, [0, 5, 2, 0], strict=True)]
+    for request, got in zip(mixed, run(engines[method], mixed), strict=True):
+        plain = run(engines[method], [Request(request.prompt, 30, gamma=0)])[0]
+        assert_same(engines[method], request, plain.tokens, got.tokens)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_context_limit(engines: dict[str, Loaded], method: str) -> None:
+    full = [int(t) for t in np.random.default_rng(1).integers(3, 97, MAX_SEQ_LEN)]
+    at_limit, one_less, some = run(engines[method], [Request(full), Request(full[:-1]), Request(full[:80])])
+    assert (at_limit.tokens, at_limit.reason) == ([], FinishReason.LENGTH)
+    assert len(one_less.tokens) == 1
+    assert len(some.tokens) == MAX_SEQ_LEN - 80
+    with pytest.raises(RequestError, match="97 tokens"):
+        run(engines[method], [Request([*full, 5])])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stop_at_the_first_token_and_inside_accepted_drafts(
+    engines: dict[str, Loaded], method: str
+) -> None:
+    prompt = prompts(1, seed=3)[0]
+    plain = run(engines[method], [Request(prompt, 30, gamma=0)])[0].tokens
+    first = run(engines[method], [Request(prompt, 30, stop_tokens=frozenset({plain[0]}))])[0]
+    assert (first.tokens, first.reason) == ([], FinishReason.STOP_TOKEN)
+    for stop in plain:
+        got = run(engines[method], [Request(prompt, 30, stop_tokens=frozenset({stop}))])[0]
+        assert got.tokens == plain[: plain.index(stop)]
+        assert got.reason is FinishReason.STOP_TOKEN
+
+
+def test_empty_output_and_single_token_prompt(engines: dict[str, Loaded]) -> None:
+    for loaded in engines.values():
+        nothing, one = run(loaded, [Request([5], 0), Request([5], 1)])
+        assert (nothing.tokens, nothing.reason) == ([], FinishReason.LENGTH)
+        assert len(one.tokens) == 1
+        assert len(run(loaded, [Request([5], 12)])[0].tokens) == 12
+
+
+def test_callback_streams_every_token_once_and_can_stop(engines: dict[str, Loaded]) -> None:
+    decoder = Decoder(*engines["ngram"])
+    seen: list[int] = []
+
+    def take(tokens: list[int]) -> bool:
+        seen.extend(tokens)
+        return len(seen) >= 10
+
+    request_id = decoder.submit(Request(prompts(1)[0], 40), take)
+    done: dict[int, Completion] = {}
+    while decoder.busy:
+        done.update(decoder.step())
+    assert done[request_id].tokens == seen
+    assert done[request_id].reason is FinishReason.STOP_TEXT
+    assert 10 <= len(seen) <= 10 + GAMMA
+
+
+def test_cancelled_request_frees_its_slot(engines: dict[str, Loaded]) -> None:
+    decoder = Decoder(*engines["layer_skip"])
+    asked = [Request(p, 40) for p in prompts(6, seed=2)]
+    ids = [decoder.submit(request) for request in asked]
+    done = decoder.step()
+    decoder.cancel(ids[1])
+    decoder.cancel(ids[5])
+    while decoder.busy:
+        done.update(decoder.step())
+    assert done[ids[1]].reason is FinishReason.CANCELLED
+    assert done[ids[5]].tokens == []
+    for i in (0, 2, 3, 4):
+        assert done[ids[i]].tokens == run(engines["layer_skip"], [asked[i]])[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([]), "the prompt is empty"),
+        (Request([97]), "token id 97"),
+        (Request([-1]), "token id -1"),
+        (Request([5], -1), "max_new_tokens = -1"),
+        (Request([5], gamma=GAMMA + 1), "γ = 9"),
+        (Request([5], gamma=-1), "γ = -1"),
+    ],
+)
+def test_bad_requests_are_refused(engines: dict[str, Loaded], request_: Request, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        run(engines["ngram"], [request_])
