@@ -127,7 +127,7 @@ class _Sequence:
 
     @property
     def prefilled(self) -> bool:
-        return self.length >= len(self.tokens) - 1 and len(self.tokens) > self.prompt_length
+        return self.length >= self.prompt_length
 
     def room(self, gamma: int) -> int:
         """Draft tokens worth verifying: the last token of the output comes from the target anyway."""
@@ -206,6 +206,7 @@ class Decoder:
                 continue
             self._active.append(entry)
         self._prefill()
+        finished.update(self._leave())  # a first token may have been the last
         self._decode()
         finished.update(self._leave())
         spent = self.times.prefill + self.times.step + self.times.propose - inside
@@ -254,7 +255,7 @@ class Decoder:
 
     def _decode(self) -> None:
         """One fused step over the slots whose prompts are done."""
-        ready = [entry[1] for entry in self._active if entry[1].prefilled and entry[1].reason is None]
+        ready = [sequence for _, sequence in self._active if sequence.prefilled]  # in slots 0, 1, …
         if not ready:
             return
         begin = time.perf_counter()
