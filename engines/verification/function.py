@@ -3,6 +3,8 @@
 The functions are written in ONNX's textual form; a runtime inlines their bodies where a graph calls
 them. Only operators that onnxruntime and TensorRT both take are used. In a batch that is all greedy
 nothing but the argmax runs, and nothing is sorted unless a sequence of the batch asks for top-k or top-p.
+One limit: TensorRT's TopK ranks at most 3840 tokens, so with a wider vocabulary these bodies do not
+build there, and a plugin of the same definition has to take their place.
 
     VerifyChain(target_logits, draft_tokens, draft_counts,
                 temperature, top_k, top_p, uniforms) -> accepted, tokens, finite
