@@ -1,0 +1,240 @@
+"""The bundle: a folder that holds everything an engine needs, and proof that nothing was touched.
+
+manifest.json                       what this is, and SHA-256 and size of every file
+step.onnx                           the fused step
+weights/target/, weights/drafter/   safetensors files that step.onnx points into
+tokenizer/                          tokenizer.json, tokenizer_config.json, chat_template.jinja
+_COMPLETE                           written last: SHA-256 of manifest.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engines.errors import BundleError
+from engines.files import atomic_write, read_json, resolve_inside, sha256_file
+
+__all__ = [
+    "Bundle",
+    "CacheShape",
+    "CheckpointFacts",
+    "EngineFacts",
+    "FileFacts",
+    "Manifest",
+    "open_bundle",
+    "seal_bundle",
+]
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+COMPLETE = "_COMPLETE"
+MAX_MANIFEST = 16 << 20
+
+
+class IncompleteBundleError(BundleError):
+    """There is no bundle, or its build did not end."""
+
+    rule = "bundle.incomplete"
+
+
+class EditedBundleError(BundleError):
+    """A file of the bundle is not what its manifest says."""
+
+    rule = "bundle.edited"
+
+
+class MissingFileError(BundleError):
+    """A file that the manifest lists is not there."""
+
+    rule = "bundle.missing-file"
+
+
+class UnexpectedFileError(BundleError):
+    """A file is there that the manifest does not list."""
+
+    rule = "bundle.unexpected-file"
+    remedy_text = "Delete it if it is yours; else build the bundle again."
+
+
+class SchemaError(BundleError):
+    """The manifest does not have the form that this version reads."""
+
+    rule = "bundle.schema"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileFacts(_Record):
+    """A file of the bundle."""
+
+    sha256: str
+    size: int
+
+
+class CacheShape(_Record):
+    """A model's KV cache: two tensors [batch, kv_heads, positions, head_dim] a layer."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+class CheckpointFacts(_Record):
+    """Where weights came from."""
+
+    path: str
+    fingerprint: str
+    family: str
+    parameters: int
+    dtype: str
+
+
+class EngineFacts(_Record):
+    """What the runtime needs to know of the engine.
+
+    Attributes:
+        gamma: draft tokens a step at most.
+        exit_layer: `layer_skip`: how many of the target's layers draft.
+        min_match, max_match: `ngram`: tokens of a match.
+        lossless: the output is that of the target alone, up to the margin rule.
+        cache_capacity: positions per sequence: `max_seq_len` and one step's draft tokens.
+        vocab_size: real tokens; wider logits were cut.
+        margin_tolerance: of the margin rule, in logits.
+        step_cost: entry g: a step with g draft tokens, drafting included, in plain steps; measured at
+            build time, batch 1.
+    """
+
+    graph: str = "step.onnx"
+    method: Literal["none", "draft_model", "layer_skip", "ngram"]
+    gamma: int = Field(ge=0)
+    exit_layer: int | None = None
+    min_match: int = 1
+    max_match: int = 8
+    verification: Literal["exact", "greedy"] = "exact"
+    precision: Literal["fp32", "int8"] = "fp32"
+    lossless: bool = True
+    lossless_note: str = ""
+    max_batch_size: int = Field(ge=1)
+    max_seq_len: int = Field(ge=1)
+    cache_capacity: int
+    vocab_size: int
+    target_cache: CacheShape
+    draft_cache: CacheShape | None = None
+    eos_token_ids: tuple[int, ...]
+    margin_tolerance: float
+    step_cost: tuple[float, ...] = ()
+
+
+class Manifest(_Record):
+    """`manifest.json`."""
+
+    schema_version: Literal[1] = 1
+    name: str
+    created: str  # UTC, ISO 8601
+    trtspec_version: str
+    command: tuple[str, ...]
+    tools: Mapping[str, str]
+    target: CheckpointFacts
+    drafter: CheckpointFacts | None = None
+    pairing: Mapping[str, Any] | None = None
+    engine: EngineFacts
+    measurements: Mapping[str, Any] = Field(default_factory=dict)
+    files: Mapping[str, FileFacts]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle whose files were checked."""
+
+    path: Path
+    manifest: Manifest
+
+    def file(self, relative: str) -> Path:
+        """The path of a file that the manifest lists.
+
+        Raises:
+            MissingFileError: it lists no such file.
+        """
+        if relative not in self.manifest.files:
+            raise MissingFileError(f"the manifest lists no {relative}", place=self.path / MANIFEST)
+        return resolve_inside(self.path, relative)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(f.size for f in self.manifest.files.values())
+
+
+def seal_bundle(folder: Path, manifest: Mapping[str, Any]) -> Manifest:
+    """Write `manifest.json`, with every file of `folder`, and `_COMPLETE` behind it.
+
+    Args:
+        manifest: the fields of `Manifest` except `files`.
+    """
+    files = {}
+    for file in sorted(folder.rglob("*")):
+        relative = file.relative_to(folder).as_posix()
+        if file.is_file() and relative not in (MANIFEST, COMPLETE):
+            files[relative] = FileFacts(sha256=sha256_file(file), size=file.stat().st_size)
+    complete = Manifest.model_validate({**manifest, "files": files})
+    text = complete.model_dump_json(indent=2) + "\n"
+    atomic_write(folder / MANIFEST, text)
+    atomic_write(folder / COMPLETE, hashlib.sha256(text.encode()).hexdigest() + "\n")
+    return complete
+
+
+def open_bundle(path: Path) -> Bundle:
+    """Read a bundle and check every file against its manifest.
+
+    Raises:
+        IncompleteBundleError: no folder, no manifest or no `_COMPLETE`.
+        EditedBundleError: the manifest or a file was changed.
+        MissingFileError, UnexpectedFileError: the folder's files are not the manifest's.
+        SchemaError: another schema version, unknown or missing fields.
+    """
+    manifest_file, complete_file = path / MANIFEST, path / COMPLETE
+    for file in (manifest_file, complete_file):
+        if not file.is_file():
+            raise IncompleteBundleError(f"no {file.name}", place=path, allowed="a finished bundle's folder")
+    digest = sha256_file(manifest_file)
+    if complete_file.read_bytes()[:100].strip() != digest.encode():
+        raise EditedBundleError("the manifest was changed after the build", place=manifest_file)
+    manifest = _parse(manifest_file)
+    found = {f.relative_to(path).as_posix() for f in path.rglob("*") if not f.is_dir()}
+    found -= {MANIFEST, COMPLETE}
+    for relative in sorted(set(manifest.files) - found):
+        raise MissingFileError(f"{relative} is missing", place=path)
+    for relative in sorted(found - set(manifest.files)):
+        raise UnexpectedFileError(f"{relative} is not in the manifest", place=path)
+    for relative, facts in manifest.files.items():
+        file = resolve_inside(path, relative)
+        size = file.stat().st_size
+        if size != facts.size:
+            raise EditedBundleError(f"{size:,} bytes", place=file, allowed=f"{facts.size:,} bytes")
+        actual = sha256_file(file)
+        if actual != facts.sha256:
+            raise EditedBundleError(f"SHA-256 {actual}", place=file, allowed=facts.sha256)
+    return Bundle(path, manifest)
+
+
+def _parse(file: Path) -> Manifest:
+    raw = read_json(file, max_bytes=MAX_MANIFEST)
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    if version != SCHEMA_VERSION:
+        raise SchemaError(f"schema version {version}", place=file, allowed=str(SCHEMA_VERSION))
+    try:
+        # Through JSON once more: pydantic's strictness about tuples differs between the two inputs.
+        return Manifest.model_validate_json(json.dumps(raw))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise SchemaError(f"{key}: {first['msg']}", place=file) from error
