@@ -187,6 +187,11 @@ def test_functions_equal_the_reference(session, seed):
             case["target_logits"] = np.round(case["target_logits"])
             case["draft_logits"] = np.round(case["draft_logits"])
             redraft(case)
+        if rng.random() < 0.3:  # uniforms on the edges between tokens: 0, quarters, the largest
+            edges = np.array([0, 0.25, 0.5, 0.75, 1 - 2**-24], np.float32)
+            case["uniforms"] = rng.choice(edges, case["uniforms"].shape)
+            case["u"] = case["uniforms"][:, 0, DRAFT].copy()
+            redraft(case)
         if rng.random() < 0.2:  # drafts from elsewhere: zero probability under either, greedy or not
             shape = case["draft_tokens"].shape
             case["draft_tokens"] = rng.integers(0, case["logits"].shape[1], shape)
