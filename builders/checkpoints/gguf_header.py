@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from builders.checkpoints.files import LfsPointerError, MissingFileError, is_lfs_pointer
 from engines.errors import CheckpointError
 
 __all__ = ["GgufFile", "GgufMalformedError", "GgufTensor", "read_gguf"]
 
-_LFS_POINTER = b"version https://git-lfs"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
@@ -125,16 +125,15 @@ def read_gguf(path: Path) -> GgufFile:
     """Reads metadata and tensor places; no tensor data.
 
     Raises:
+        MissingFileError, LfsPointerError: no such file, or only its LFS pointer.
         GgufMalformedError: not a GGUF file of version 2 or 3, cut short, or contradicting itself.
     """
     if not path.is_file():
-        raise GgufMalformedError("no such file", place=path, remedy="Check the path.")
+        raise MissingFileError("no such file", place=path, remedy="Check the path.")
     with path.open("rb") as file:
-        start = file.read(len(_LFS_POINTER))
-        if start == _LFS_POINTER:
-            raise GgufMalformedError(
-                "a Git LFS pointer instead of the file", place=path, remedy="Fetch the file: git lfs pull."
-            )
+        start = file.read(32)
+        if is_lfs_pointer(start):
+            raise LfsPointerError("a Git LFS pointer instead of the file", place=path)
         if start[:4] != b"GGUF":
             raise GgufMalformedError(
                 f"the file starts with {start[:4]!r}",
@@ -199,7 +198,7 @@ def _placed(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, offse
         length *= dim
     if offset + length > len(cursor.data):
         raise GgufMalformedError(
-            f"its data ends at byte {offset + length} and the file at {len(cursor.data)}: the file is cut short",
+            f"its data ends at byte {offset + length}, the file at {len(cursor.data)}: the file is cut short",
             place=f"{cursor.path}:{name}",
         )
     return GgufTensor(name, shape, type_, offset, length)

@@ -162,11 +162,11 @@ class _Source:
             raise self.error(key, "nothing" if value is None else repr(value)[:60], kind.__name__)
         return value
 
-    def token(self, key: str, tokens: Sequence[str]) -> str | None:
+    def token(self, key: str, tokens: tuple[str, ...]) -> str | None:
         """The token that a metadata key's id names; None where the key is absent."""
         if key not in self.metadata:
             return None
-        number = self.get(key, int)
+        number: int = self.get(key, int)
         if not 0 <= number < len(tokens):
             raise self.error(key, f"id {number}", f"an id below {len(tokens)}")
         return tokens[number]

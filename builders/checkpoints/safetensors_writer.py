@@ -37,6 +37,7 @@ ELEMENT: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "U8": np.dtype(np.uint8),
 }
 _DATA_ALIGNMENT = 64
 
