@@ -124,7 +124,7 @@ def read_header(file: Path) -> dict[str, TensorRef]:
         if tensor.offset != end:
             what = "overlap those before" if tensor.offset < end else "leave a hole before them"
             raise HeaderError(
-                f"its data {what}: byte {tensor.offset}", place=_at(tensor), allowed=f"byte {end}"
+                f"its data {what}: byte {tensor.offset}", place=f"{file}:{tensor.name}", allowed=f"byte {end}"
             )
         end += tensor.length
     size = file.stat().st_size
