@@ -126,11 +126,11 @@ def _token(tokens: Mapping[int, str], number: int) -> str:
 
 
 def _special(target: Mapping[str, int], drafter: Mapping[str, int]) -> list[str]:
-    """A role that both fill must be filled by the same id."""
+    """BOS and UNK stand in prompts and must agree. EOS and PAD may differ: the target's EOS ends a text."""
     return [
         f"{role}: id {target[role]} in the target, {drafter[role]} in the drafter"
-        for role in target
-        if role in drafter and target[role] != drafter[role]
+        for role in ("bos_token", "unk_token")
+        if role in target and role in drafter and target[role] != drafter[role]
     ]
 
 
@@ -144,7 +144,7 @@ def _notes(
         ("context", target.config.max_position, drafter.config.max_position),
         ("vocabulary width", target.config.vocab_size, drafter.config.vocab_size),
         ("eos_token_ids", left.eos_token_ids, right.eos_token_ids),
-        ("special tokens", tuple(left.special), tuple(right.special)),
+        ("special tokens", dict(left.special), dict(right.special)),
         ("chat template", left.chat_template, right.chat_template),
     )
     notes = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engines.acceptance import AcceptanceStats
 from engines.engine import Engine, Prompt
@@ -40,6 +41,16 @@ class Measurement:
     def speedup(self) -> float:
         """Plain time ÷ speculative time, over all prompts."""
         return self.plain_seconds / self.speculative_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for the manifest."""
+        plain = {k: v for k, v in vars(self).items() if isinstance(v, int | float)}
+        return plain | {
+            "speedup": self.speedup,
+            "tokens_per_second": self.tokens_per_second,
+            "acceptance": self.acceptance.to_dict(),
+            "divergences": [vars(d) for d in self.divergences],
+        }
 
     @property
     def tokens_per_second(self) -> float:

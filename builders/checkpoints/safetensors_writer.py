@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -188,14 +187,19 @@ def atomic_folder(out: Path, replaceable: frozenset[str]) -> Iterator[Path]:
         if strange:
             raise OutputExistsError(f"it exists and holds {min(strange)!r}", place=out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    # Fixed names, so that what a killed run left behind is found and removed.
+    folder, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
     try:
+        _remove(folder, old)
+        folder.mkdir()
         yield folder
-        folder.chmod(0o755)
-        old = folder.with_name(folder.name + ".old")
         if out.exists():
             out.rename(old)
         folder.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
     finally:
+        _remove(folder, old)
+
+
+def _remove(*folders: Path) -> None:
+    for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

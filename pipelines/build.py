@@ -1,0 +1,518 @@
+"""From a deployment spec to a bundle: intake → pairing → quantize → emit → compile → package."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from builders.checkpoints.reader import read_checkpoint
+from builders.checkpoints.types import Checkpoint
+from engines.bundle import Bundle, CacheShape, CheckpointFacts, EngineFacts, open_bundle, seal_bundle
+from engines.errors import BundleError, EngineError, MachineError, UsageError
+from engines.exactness import TOLERANCES
+from engines.files import link_or_copy, need_space, publish_folder, sha256_file
+from pipelines.console import BuildConsole, duration, megabytes
+from pipelines.spec import DeploymentSpec
+from pipelines.stages import Progress, Result, Stage, StageCache, source_digest
+
+__all__ = ["Build", "BuildRow", "Estimate", "LosslessnessError", "prompt_set", "summary"]
+
+TOOLS = ("trtspec", "onnx", "onnxruntime", "numpy", "tokenizers", "gguf", "pydantic")
+MEASURED_TOKENS = 48  # per prompt and arm: enough to see acceptance, short enough for every build
+MAX_GAP = TOLERANCES["F32"]
+INT8_NOTE = "int8 logits depend on the number of tokens in a step, so the text can differ from plain decoding"
+
+
+class LosslessnessError(EngineError):
+    """An engine that must be lossless is not."""
+
+    rule = "engine.not-lossless"
+    remedy_text = "Do not deploy this engine. Report it with the spec and the checkpoint."
+
+
+class LimitError(UsageError):
+    """The spec's limits do not fit the checkpoint."""
+
+    rule = "spec.limits"
+
+
+class MemoryError_(MachineError):
+    """The machine has less memory than the engine needs."""
+
+    rule = "machine.memory"
+    remedy_text = "Lower limits.max_batch_size or limits.max_seq_len, or use a larger machine."
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a build will need. Bytes and seconds; `ram` is the engine's when it runs."""
+
+    ram: int
+    disk: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BuildRow:
+    """One engine in the final table."""
+
+    bundle: Bundle
+    path: Path
+    seconds: Mapping[str, float]  # by stage; what was cached is left out
+
+
+@dataclass
+class Build:
+    """One spec's build.
+
+    Args:
+        out: the bundle's folder.
+        threads: CPU threads for timing; 0: one a core.
+    """
+
+    spec: DeploymentSpec
+    cache: StageCache
+    out: Path
+    threads: int = 0
+    command: Sequence[str] = ()
+    console: BuildConsole = field(default_factory=BuildConsole)
+
+    # -- the stages -------------------------------------------------------------------------------
+
+    def _convert_stage(self, source: Path) -> Stage:
+        """GGUF → Hugging Face folder."""
+        from builders.checkpoints.gguf import convert_gguf
+
+        def work(folder: Path, progress: Progress) -> Mapping[str, Any]:
+            convert_gguf(source, folder / "checkpoint", dtype="F32", progress=progress)
+            return {}
+
+        size = source.stat().st_size
+        inputs = {"gguf": sha256_file(source), "code": source_digest("builders.checkpoints")}
+        return Stage("intake", inputs, work, seconds=size / 15e6, size=6 * size)
+
+    @cached_property
+    def target(self) -> Checkpoint:
+        """The target, converted first if it is a GGUF file."""
+        return self._checkpoint(self.spec.target.checkpoint)
+
+    @cached_property
+    def drafter(self) -> Checkpoint | None:
+        """The drafter's checkpoint, where the method has one."""
+        path = self.spec.drafter.checkpoint
+        return None if path is None else self._checkpoint(path)
+
+    def _checkpoint(self, path: Path) -> Checkpoint:
+        if path.suffix == ".gguf" and path.is_file():
+            path = self._run(self._convert_stage(path)).folder / "checkpoint"
+        return read_checkpoint(path)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Real tokens, common to target and drafter."""
+        tokenizer = self.target.tokenizer
+        width = self.target.config.vocab_size
+        return width if tokenizer is None else min(tokenizer.size, width)
+
+    def _pairing_stage(self, drafter: Checkpoint) -> Stage:
+        from builders.pairing import pair
+
+        target, limit = self.target, self.spec.limits.max_seq_len
+
+        def work(folder: Path, progress: Progress) -> Mapping[str, Any]:
+            return pair(target, drafter, max_seq_len=limit).to_dict()
+
+        code = source_digest("builders.pairing", "builders.checkpoints")
+        inputs = {"target": target.fingerprint, "drafter": drafter.fingerprint, "limit": limit, "code": code}
+        return Stage("pairing", inputs, work)
+
+    def _quantize_stage(self) -> Stage:
+        from builders.quantize import quantize_int8
+
+        target = self.target
+
+        def work(folder: Path, progress: Progress) -> Mapping[str, Any]:
+            quantize_int8(target, folder, progress=progress)
+            return {}
+
+        size = _weight_bytes(target) // 2
+        inputs = {"weights": _digests(target), "code": source_digest("builders.quantize")}
+        return Stage("quantize", inputs, work, seconds=size / 60e6, size=size)
+
+    def _emit_stage(self, target: Checkpoint, drafter: Checkpoint | None) -> Stage:
+        from builders.graph.step import emit_step
+
+        spec = self.spec
+        locations = {file: f"weights/target/{file.name}" for file in target.files}
+        if drafter is not None:
+            locations |= {file: f"weights/drafter/{file.name}" for file in drafter.files}
+
+        def work(folder: Path, progress: Progress) -> Mapping[str, Any]:
+            for file, relative in locations.items():
+                link_or_copy(file, folder / relative)
+            graph = emit_step(
+                target,
+                drafter,
+                method=spec.drafter.method,
+                gamma=spec.drafter.draft_length,
+                exit_layer=spec.drafter.exit_layer,
+                max_seq_len=spec.limits.max_seq_len,
+                vocab_size=self.vocab_size,
+                locations=locations,
+                out=folder,
+            )
+            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                source = self.target.path / name
+                if source.exists():
+                    (folder / "tokenizer").mkdir(exist_ok=True)
+                    shutil.copyfile(source, folder / "tokenizer" / name)
+            draft_cache = graph.draft_cache.model_dump() if graph.draft_cache else None
+            return {
+                "nodes": graph.nodes,
+                "cache_capacity": graph.cache_capacity,
+                "target_cache": graph.target_cache.model_dump(),
+                "draft_cache": draft_cache,
+            }
+
+        inputs = {
+            "weights": _digests(target) | (_digests(drafter) if drafter else {}),
+            "configs": [repr(c.config) for c in (target, drafter) if c],
+            "tokenizer": _tokenizer_digests(self.target.path),
+            "drafter": spec.drafter.model_dump(mode="json", exclude={"checkpoint"}),
+            "max_seq_len": spec.limits.max_seq_len,
+            "vocab_size": self.vocab_size,
+            "code": source_digest("builders.graph", "engines.verification", "engines.sampling"),
+        }
+        return Stage("emit", inputs, work, seconds=1.0, size=1_000_000)
+
+    def _compile_stage(self, emit: Stage, emitted: Result) -> Stage:
+        facts = self._facts(emitted)
+
+        def work(folder: Path, progress: Progress) -> Mapping[str, Any]:
+            return self._measure(emitted.folder, facts, progress)
+
+        inputs = {
+            "graph": emit.key,
+            "facts": facts.model_dump(mode="json"),
+            "threads": self.threads,
+            "machine": [platform.machine(), platform.processor(), os.cpu_count()],
+            "onnxruntime": importlib.metadata.version("onnxruntime"),
+            "prompts": hashlib.sha256(json.dumps(prompt_set()).encode()).hexdigest(),
+            "code": source_digest("builders.compilers", "engines"),
+        }
+        return Stage("compile", inputs, work, seconds=40.0)
+
+    def _facts(self, emitted: Result) -> EngineFacts:
+        spec = self.spec
+        int8 = spec.quantization.scheme == "int8"
+        found = emitted.facts
+        tokenizer = self.target.tokenizer
+        return EngineFacts(
+            method=spec.drafter.method,
+            gamma=spec.drafter.draft_length,
+            exit_layer=spec.drafter.exit_layer,
+            min_match=spec.drafter.min_match,
+            max_match=spec.drafter.max_match,
+            verification=spec.verification,
+            precision="int8" if int8 else "fp32",
+            lossless=not int8,
+            lossless_note=INT8_NOTE if int8 else "",
+            max_batch_size=spec.limits.max_batch_size,
+            max_seq_len=spec.limits.max_seq_len,
+            cache_capacity=found["cache_capacity"],
+            vocab_size=self.vocab_size,
+            target_cache=CacheShape.model_validate(found["target_cache"]),
+            draft_cache=CacheShape.model_validate(found["draft_cache"]) if found["draft_cache"] else None,
+            eos_token_ids=() if tokenizer is None else tokenizer.eos_token_ids,
+            margin_tolerance=MAX_GAP,
+        )
+
+    def _measure(self, folder: Path, facts: EngineFacts, progress: Progress) -> Mapping[str, Any]:
+        """Load the graph, time its steps, and generate the built-in prompts plain and speculating."""
+        from builders.compilers.onnxruntime import compile_step
+        from engines.engine import Engine
+        from engines.measure import measure
+        from engines.sessions.onnxruntime import OnnxSession
+        from engines.text import TextCodec
+
+        progress(0, 3)
+        compiled = compile_step(folder / facts.graph, facts, threads=self.threads)
+        progress(1, 3)
+        found: dict[str, Any] = {
+            "load_seconds": compiled.load_seconds,
+            "plain_step_seconds": compiled.plain_seconds,
+            "step_cost": compiled.step_cost,
+        }
+        if not (folder / "tokenizer" / "tokenizer.json").exists():
+            return found
+        timed = facts.model_copy(update={"step_cost": tuple(compiled.step_cost)})
+        session = OnnxSession(folder / facts.graph, timed, threads=self.threads, slots=1)
+        engine = Engine(timed, session, TextCodec(folder / "tokenizer"))
+        room = facts.max_seq_len // 2
+        prompts = [ids for p in prompt_set() if len(ids := engine.encode(p["text"])) <= room]
+        if not prompts:
+            return found
+        measured = measure(engine, prompts, max_new_tokens=MEASURED_TOKENS, tolerance=facts.margin_tolerance)
+        progress(3, 3)
+        broken = [d for d in measured.divergences if not d.allowed]
+        if broken and facts.lossless:
+            first = broken[0]
+            raise LosslessnessError(
+                f"token {first.speculative_token} instead of {first.plain_token} at output position"
+                f" {first.position}, where the two best logits are {first.gap:.4g} apart",
+                place=self.spec.name,
+                allowed=f"a difference where they are less than {facts.margin_tolerance} apart",
+            )
+        return found | measured.to_dict()
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def run(self) -> BuildRow:
+        """Build the bundle; finished stages are reused.
+
+        Raises:
+            TrtspecError: any of the tree; `out` is then as it was before.
+        """
+        begin = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+        self._check_limits()
+        pairing = None
+        if self.drafter is not None:
+            pairing = self._run(self._pairing_stage(self.drafter)).facts
+        emit, emitted = self._emitted()
+        compiled = self._run(self._compile_stage(emit, emitted)).facts
+        bundle = self._package(emit, emitted, compiled, pairing)
+        self.console.line(f"{self.spec.name}: {self.out} ({duration(time.perf_counter() - begin)})")
+        return BuildRow(bundle, self.out, dict(self._seconds))
+
+    def _emitted(self) -> tuple[Stage, Result]:
+        target = self.target
+        if self.spec.quantization.scheme == "int8":
+            from builders.quantize import quantized_checkpoint
+
+            quantized = self._run(self._quantize_stage())
+            target = quantized_checkpoint(target, quantized.folder / "model-int8.safetensors")
+        stage = self._emit_stage(target, self.drafter)
+        return stage, self._run(stage)
+
+    def _run(self, stage: Stage) -> Result:
+        found = self.cache.find(stage)
+        if found is None:
+            need_space(self.cache.root, stage.size)
+            with self.console.task(f"{self.spec.name}: {stage.name}") as progress:
+                found = self.cache.run(stage, progress)
+            self.console.line(f"{self.spec.name}: {stage.name} {duration(found.seconds)}")
+        if not found.cached:
+            self._seconds[stage.name] = self._seconds.get(stage.name, 0.0) + found.seconds
+        return found
+
+    _seconds: dict[str, float] = field(default_factory=dict)
+
+    def _check_limits(self) -> None:
+        config, spec = self.target.config, self.spec
+        if spec.limits.max_seq_len > config.max_position:
+            raise LimitError(
+                f"max_seq_len {spec.limits.max_seq_len}",
+                place=f"{spec.name}: limits.max_seq_len",
+                allowed=f"at most {config.max_position}, the target's context",
+                remedy=f"Set max_seq_len to {config.max_position} or less.",
+            )
+        exit_layer = spec.drafter.exit_layer
+        if exit_layer is not None and exit_layer >= config.num_layers:
+            raise LimitError(
+                f"exit_layer {exit_layer}",
+                place=f"{spec.name}: drafter.exit_layer",
+                allowed=f"1 … {config.num_layers - 1}: the target has {config.num_layers} layers",
+                remedy="Choose an earlier layer.",
+            )
+        have = _memory()
+        need = self.estimate().ram
+        if have and need > have:
+            raise MemoryError_(f"{megabytes(have)} of memory", place=spec.name, allowed=megabytes(need))
+
+    def _package(
+        self, emit: Stage, emitted: Result, compiled: Mapping[str, Any], pairing: Mapping[str, Any] | None
+    ) -> Bundle:
+        facts = self._facts(emitted).model_copy(update={"step_cost": tuple(compiled["step_cost"])})
+        manifest: dict[str, Any] = {
+            "name": self.spec.name,
+            "trtspec_version": importlib.metadata.version("trtspec"),
+            "command": list(self.command),
+            "tools": {tool: importlib.metadata.version(tool) for tool in TOOLS},
+            "target": _checkpoint_facts(self.target),
+            "drafter": _checkpoint_facts(self.drafter) if self.drafter else None,
+            "pairing": pairing,
+            "engine": facts,
+            "measurements": dict(compiled),
+        }
+        current = self._current(manifest)
+        if current is not None:
+            return current
+        with publish_folder(self.out) as folder:
+            for file in sorted(emitted.folder.rglob("*")):
+                relative = file.relative_to(emitted.folder)
+                if file.is_file() and not file.name.startswith("_"):
+                    link_or_copy(file, folder / relative)
+            created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            seal_bundle(folder, manifest | {"created": created})
+        return open_bundle(self.out)
+
+    def _current(self, manifest: Mapping[str, Any]) -> Bundle | None:
+        """The bundle at `out`, if it already is what this build would write."""
+        if self.out.exists() and any(self.out.iterdir()) and not (self.out / "manifest.json").exists():
+            raise UsageError(
+                "the folder holds something that is no bundle", place=self.out, remedy="Choose another -o."
+            )
+        try:
+            bundle = open_bundle(self.out)
+        except BundleError:
+            return None
+        have = json.loads(bundle.manifest.model_dump_json())
+        want = json.loads(json.dumps(manifest, default=lambda m: m.model_dump(mode="json")))
+        ignored = ("command",)
+        same = all(have[k] == v for k, v in want.items() if k not in ignored)
+        return bundle if same else None
+
+    # -- planning ---------------------------------------------------------------------------------
+
+    def plan(self) -> Iterator[tuple[str, str, str]]:
+        """(stage, state, note) in order, without writing anything."""
+        gguf = [p for p in (self.spec.target.checkpoint, self.spec.drafter.checkpoint) if p and p.suffix == ".gguf"]
+        for path in gguf:
+            stage = self._convert_stage(path)
+            if self.cache.find(stage) is None:
+                yield "intake", "to run", f"convert {path}, about {duration(stage.seconds)}"
+                yield "…", "to run", "the stages behind it follow from the converted checkpoint"
+                return
+            yield "intake", "cached", str(path)
+        if not gguf:
+            yield "intake", "read", str(self.target.path)
+        stages: list[Stage] = []
+        if self.drafter is not None:
+            stages.append(self._pairing_stage(self.drafter))
+        target = self.target
+        if self.spec.quantization.scheme == "int8":
+            stage = self._quantize_stage()
+            stages.append(stage)
+            found = self.cache.find(stage)
+            if found is None:
+                yield from self._states(stages)
+                yield "…", "to run", "emit, compile and package follow from the quantized weights"
+                return
+            from builders.quantize import quantized_checkpoint
+
+            target = quantized_checkpoint(target, found.folder / "model-int8.safetensors")
+        emit = self._emit_stage(target, self.drafter)
+        stages.append(emit)
+        emitted = self.cache.find(emit)
+        if emitted is not None:
+            stages.append(self._compile_stage(emit, emitted))
+        yield from self._states(stages)
+        if emitted is None:
+            yield "compile", "to run", "about 40 s"
+        yield "package", "to run" if not (self.out / "_COMPLETE").exists() else "check", str(self.out)
+
+    def _states(self, stages: Sequence[Stage]) -> Iterator[tuple[str, str, str]]:
+        for stage in stages:
+            found = self.cache.find(stage)
+            note = f"took {duration(found.seconds)}" if found else f"about {duration(stage.seconds)}"
+            yield stage.name, "cached" if found else "to run", note
+
+    def estimate(self) -> Estimate:
+        """Weights, caches and a tenth for activations; fp32 is what the CPU computes in."""
+        limits, weights, cache, disk = self.spec.limits, 0, 0, 0
+        positions = limits.max_seq_len + self.spec.drafter.draft_length
+        for checkpoint in (self.target, self.drafter):
+            if checkpoint is None:
+                continue
+            c = checkpoint.config
+            size = checkpoint.num_parameters * 4
+            if self.spec.quantization.scheme == "int8":
+                size = _weight_bytes(checkpoint) // 2
+                disk += size
+            weights += size
+            cache += 2 * c.num_layers * c.num_kv_heads * c.head_dim * positions * limits.max_batch_size * 4
+        return Estimate(ram=int(weights * 1.3) + cache + 150_000_000, disk=disk + 5_000_000, seconds=45.0)
+
+
+def _checkpoint_facts(checkpoint: Checkpoint) -> CheckpointFacts:
+    return CheckpointFacts(
+        path=str(checkpoint.path.name),
+        fingerprint=checkpoint.fingerprint,
+        family=checkpoint.config.family,
+        parameters=checkpoint.num_parameters,
+        dtype=checkpoint.config.dtype,
+    )
+
+
+def _weight_bytes(checkpoint: Checkpoint) -> int:
+    return sum(t.length for t in checkpoint.tensors.values())
+
+
+def _digests(checkpoint: Checkpoint) -> dict[str, str]:
+    return {file.name: sha256_file(file) for file in checkpoint.files}
+
+
+def _tokenizer_digests(folder: Path) -> dict[str, str]:
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    return {name: sha256_file(folder / name) for name in names if (folder / name).exists()}
+
+
+def _memory() -> int:
+    """Bytes of physical memory; 0 where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+
+
+def prompt_set() -> list[dict[str, str]]:
+    """The built-in prompts: two each of chat, JSON extraction, code edits and summaries."""
+    text = (Path(__file__).parent / "prompts.json").read_text("utf-8")
+    return [dict(p) for p in json.loads(text)]
+
+
+def summary(rows: Sequence[BuildRow], console: BuildConsole) -> None:
+    """The final tables: what was built, whether it pays, where the time went."""
+    table, times = [], []
+    for row in rows:
+        manifest = row.bundle.manifest
+        found, facts = manifest.measurements, manifest.engine
+        parameters = manifest.target.parameters + (manifest.drafter.parameters if manifest.drafter else 0)
+        cells = [manifest.name, megabytes(row.bundle.size), f"{parameters / 1e6:.0f} M"]
+        if "speedup" in found:
+            drafted = facts.gamma > 0
+            rate = found["acceptance"]["acceptance_rate"]
+            cells += [
+                f"{rate:.0%}" if drafted and rate is not None else "–",
+                f"{found['acceptance']['mean_acceptance_length']:.2f}" if drafted else "1.00",
+                f"{found['tokens_per_second']:.1f}",
+                f"{found['speedup']:.2f}" if drafted else "–",
+                ("yes" if found["speedup"] > 1.02 else "no") if drafted else "–",
+            ]
+            phases = ("prefill_seconds", "step_seconds", "draft_seconds", "host_seconds")
+            total = sum(found[p] for p in phases)
+            times.append([manifest.name, f"{found['load_seconds']:.1f} s"])
+            times[-1] += [f"{found[p] / total:.1%}" for p in phases]
+            times[-1] += [f"{found['plain_step_seconds'] * 1e3:.1f} ms"]
+        else:
+            cells += ["–"] * 5
+        table.append(cells)
+    columns = ["engine", "size", "params", "accepted", "tokens/step", "tokens/s", "× plain", "pays"]
+    console.table("", columns, table)
+    if times:
+        console.line("")
+        columns = ["where the time goes", "load", "prefill", "steps", "drafting", "host", "plain step"]
+        console.table("", columns, times)
+
+

@@ -1,0 +1,233 @@
+"""The deployment spec: one YAML file, checked to the last key before anything is built."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from engines.errors import UsageError
+from engines.files import read_text
+
+__all__ = ["DeploymentSpec", "DrafterSpec", "SpecError", "load_spec"]
+
+MAX_SPEC = 1 << 20
+MAX_GAMMA = 16
+LATER = {
+    "drafter.method": ("medusa", "eagle", "eagle3", "lookahead"),
+    "quantization.scheme": ("fp8",),
+    "compile.lane": ("trtllm", "llmapi"),
+    "compile.compiler": ("tensorrt", "tensorrt_llm"),
+    "verification": ("typical",),
+}
+
+
+class SpecError(UsageError):
+    """The deployment spec is wrong."""
+
+    rule = "spec.invalid"
+    remedy_text = "Change the spec; examples/ holds specs that build."
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TargetSpec(_Section):
+    """The model to serve. `checkpoint`: a Hugging Face folder or a GGUF file."""
+
+    checkpoint: Path
+
+
+class DrafterSpec(_Section):
+    """How draft tokens come about.
+
+    Attributes:
+        checkpoint: `draft_model` only.
+        gamma: draft tokens a step at most.
+        exit_layer: `layer_skip` only: the target's first layers that draft.
+        min_match, max_match: `ngram` only: tokens of a match.
+    """
+
+    method: Literal["none", "draft_model", "layer_skip", "ngram"] = "none"
+    checkpoint: Path | None = None
+    gamma: int = Field(default=4, ge=1, le=MAX_GAMMA)
+    exit_layer: int | None = Field(default=None, ge=1)
+    min_match: int = Field(default=1, ge=1, le=16)
+    max_match: int = Field(default=8, ge=1, le=16)
+
+    @model_validator(mode="after")
+    def _only_its_own_keys(self) -> DrafterSpec:
+        owners = {
+            "checkpoint": "draft_model",
+            "exit_layer": "layer_skip",
+            "min_match": "ngram",
+            "max_match": "ngram",
+        }
+        for key, owner in owners.items():
+            if key in self.model_fields_set and self.method != owner:
+                raise ValueError(f"{key} belongs to method {owner}, not to {self.method}")
+        if "gamma" in self.model_fields_set and self.method == "none":
+            raise ValueError("gamma without a drafting method; remove it or choose a method")
+        if self.method == "draft_model" and self.checkpoint is None:
+            raise ValueError("method draft_model needs a checkpoint")
+        if self.method == "layer_skip" and self.exit_layer is None:
+            raise ValueError("method layer_skip needs exit_layer")
+        if self.min_match > self.max_match:
+            raise ValueError(f"min_match {self.min_match} is above max_match {self.max_match}")
+        return self
+
+    @property
+    def draft_length(self) -> int:
+        """γ; 0 for plain decoding."""
+        return 0 if self.method == "none" else self.gamma
+
+
+class QuantizationSpec(_Section):
+    """`int8`: weights only, for the CPU. Not lossless."""
+
+    scheme: Literal["none", "int8"] = "none"
+
+
+class LimitsSpec(_Section):
+    """What one engine holds. `max_seq_len`: prompt and output together, in tokens."""
+
+    max_batch_size: int = Field(default=8, ge=1, le=1024)
+    max_seq_len: int = Field(default=2048, ge=2, le=1 << 20)
+
+
+class CompileSpec(_Section):
+    """A compiler to run."""
+
+    lane: Literal["fused"] = "fused"
+    compiler: Literal["onnxruntime"] = "onnxruntime"
+
+
+class DeploymentSpec(_Section):
+    """A whole deployment. Paths are relative to the folder that trtspec is started in."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    target: TargetSpec
+    drafter: DrafterSpec = DrafterSpec()
+    verification: Literal["exact", "greedy"] = "exact"
+    quantization: QuantizationSpec = QuantizationSpec()
+    limits: LimitsSpec = LimitsSpec()
+    compile: tuple[CompileSpec, ...] = (CompileSpec(),)
+
+    @field_validator("compile")
+    @classmethod
+    def _one_compiler(cls, value: tuple[CompileSpec, ...]) -> tuple[CompileSpec, ...]:
+        if len(value) != 1:
+            raise ValueError(f"{len(value)} entries; this version takes exactly one")
+        return value
+
+    @model_validator(mode="after")
+    def _quantized_drafts(self) -> DeploymentSpec:
+        if self.quantization.scheme == "int8" and self.drafter.method == "draft_model":
+            raise ValueError("quantization int8 covers the target only; use it with another drafter.method")
+        return self
+
+
+def load_spec(path: Path) -> DeploymentSpec:
+    """Read and check a deployment spec.
+
+    Raises:
+        SpecError: file, line, key, what was found and what is allowed.
+        FileError: the file cannot be read, is larger than 1 MiB, or is not UTF-8.
+    """
+    text = read_text(path, max_bytes=MAX_SPEC)
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise SpecError("an alias (*name)", place=path, allowed="values written out")
+        node = yaml.compose(text, yaml.SafeLoader)
+        lines: dict[str, int] = {}
+        data = _plain(node, "", lines, path)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise SpecError(f"not YAML: {error.problem}", place=f"{path}:{line}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise SpecError(f"not YAML: {error}", place=path) from error
+    if not isinstance(data, dict):
+        raise SpecError("no mapping at the top", place=path, allowed="keys: " + _names(DeploymentSpec))
+    try:
+        return DeploymentSpec.model_validate(data)
+    except ValidationError as error:
+        raise _first_error(error, lines, path) from error
+
+
+def _plain(node: yaml.Node | None, key: str, lines: dict[str, int], path: Path) -> Any:
+    """The data below a node; `lines` gets the line of every key path."""
+    if node is None:
+        return None
+    lines.setdefault(key, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        found: dict[str, Any] = {}
+        for name_node, value in node.value:
+            name = str(name_node.value)
+            inner = f"{key}.{name}" if key else name
+            line = name_node.start_mark.line + 1
+            if name in found:
+                raise SpecError(f"the key {inner} stands twice", place=f"{path}:{line}")
+            lines[inner] = line
+            found[name] = _plain(value, inner, lines, path)
+        return found
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item, f"{key}.{i}", lines, path) for i, item in enumerate(node.value)]
+    return yaml.SafeLoader("").construct_object(node, deep=True)
+
+
+def _first_error(error: ValidationError, lines: Mapping[str, int], path: Path) -> SpecError:
+    """One error, the first in the file: mending it may mend the others."""
+
+    def line_of(location: tuple[int | str, ...]) -> int:
+        parts = [str(p) for p in location]
+        while parts and ".".join(parts) not in lines:
+            parts.pop()
+        return lines.get(".".join(parts), 1)
+
+    first = min(error.errors(), key=lambda e: line_of(e["loc"]))
+    key = ".".join(str(p) for p in first["loc"])
+    place = f"{path}:{line_of(first['loc'])}" + (f" {key}" if key else "")
+    found = repr(first["input"]) if first["type"] != "missing" else "nothing"
+    generic = ".".join(str(p) for p in first["loc"] if not isinstance(p, int))
+    if first["type"] == "extra_forbidden":
+        section, name = _section(first["loc"][:-1]), str(first["loc"][-1])
+        near = difflib.get_close_matches(name, section.model_fields, 1)
+        remedy = f"Did you mean {near[0]}?" if near else "Remove the key."
+        return SpecError(f"unknown key {name!r}", place=place, allowed=_names(section), remedy=remedy)
+    if first["type"] == "missing":
+        return SpecError(f"the key {key} is missing", place=place, remedy=f"Add {key}.")
+    if first["input"] in LATER.get(generic, ()):
+        return SpecError(f"{found} is not in this version", place=place, allowed=_allowed(first))
+    if first["type"] == "value_error":
+        return SpecError(str(first["ctx"]["error"]), place=place)
+    return SpecError(found, place=place, allowed=_allowed(first))
+
+
+def _allowed(error: Any) -> str:
+    expected = error.get("ctx", {}).get("expected")
+    return str(expected) if expected else str(error["msg"]).removeprefix("Input should be ")
+
+
+def _section(location: tuple[int | str, ...]) -> type[BaseModel]:
+    section: type[BaseModel] = DeploymentSpec
+    for part in location:
+        if isinstance(part, int):
+            continue
+        section = next(m for m in _models(section.model_fields[part].annotation))
+    return section
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in getattr(annotation, "__args__", ()):
+        yield from _models(inner)
+
+
+def _names(section: type[BaseModel]) -> str:
+    return ", ".join(section.model_fields)

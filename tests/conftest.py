@@ -1,0 +1,17 @@
+"""Fixtures that several packages' tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def demo_gguf() -> Path:
+    """The demo model's GGUF file, which `make build-engines` downloads."""
+    downloads = Path(__file__).parents[1] / "build" / "downloads"
+    found = sorted(downloads.rglob("SmolLM2-135M-Instruct*.gguf"))
+    if not found:
+        pytest.fail(f"no demo model under {downloads}: run make build-engines, or deselect with -m 'not slow'")
+    return found[0]
