@@ -38,11 +38,11 @@ class RequestError(UsageError):
     remedy_text = "Change the request, or build an engine with larger limits."
 
 
-class NonFiniteLogits(EngineError):
+class NonFiniteLogitsError(EngineError):
     """The target's logits were NaN or infinite."""
 
     rule = "engine.non-finite-logits"
-    remedy_text = "Check the checkpoint for NaN and infinite weights: trtspec inspect --values."
+    remedy_text = "Check the checkpoint for NaN and infinite weights, then build again."
 
 
 class FinishReason(Enum):
@@ -231,7 +231,8 @@ class Decoder:
         finally:
             self._active = []
         assert outputs.logits is not None
-        return outputs.logits[0, 0]
+        logits: npt.NDArray[np.float32] = outputs.logits[0, 0]
+        return logits
 
     # -- phases -----------------------------------------------------------------------------------
 
@@ -280,9 +281,7 @@ class Decoder:
                 sequence.draft_length = known + min(accepted, max(steps - 1, 0))
             self._append(sequence, [int(t) for t in outputs.emitted[i, : accepted + 1]])
 
-    def _propose(
-        self, ready: list[_Sequence]
-    ) -> tuple[IntArray | None, IntArray, int]:
+    def _propose(self, ready: list[_Sequence]) -> tuple[IntArray | None, IntArray, int]:
         """Draft tokens (host-side methods), their counts, and the number of in-graph steps."""
         limits = [s.room(self._facts.gamma) for s in ready]
         if self._facts.method in ("draft_model", "layer_skip"):
@@ -300,9 +299,7 @@ class Decoder:
         drafts = np.array([r + [0] * (width - len(r)) for r in rows], np.int64).reshape(len(rows), width)
         return drafts, counts, 0
 
-    def _draft_context(
-        self, ready: list[_Sequence], steps: int
-    ) -> IntArray | None:
+    def _draft_context(self, ready: list[_Sequence], steps: int) -> IntArray | None:
         """Committed tokens for the drafter's own cache: equally many a sequence, as the longest lag asks.
 
         A sequence that lags less repeats tokens; writing them again changes nothing.
@@ -363,7 +360,7 @@ class Decoder:
             want_logits=want_logits,
         )
         if not outputs.finite.all():
-            raise NonFiniteLogits(
+            raise NonFiniteLogitsError(
                 f"NaN or infinity among the target's logits after {len(sequences[0].tokens)} tokens"
             )
         return outputs

@@ -1,8 +1,8 @@
 """The public API: open a bundle, generate text.
 
-    engine = Engine.open("build/bundles/smollm2-ngram")
-    result = engine.generate("Why is the sky blue?", max_new_tokens=64, on_text=print)
-    result.text, result.acceptance.acceptance_rate
+engine = Engine.open("build/bundles/smollm2-ngram")
+result = engine.generate("Why is the sky blue?", max_new_tokens=64, on_text=print)
+result.text, result.acceptance.acceptance_rate
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Engine:
         Raises:
             RequestError: a prompt is empty or too long, or γ is out of range.
             ChatTemplateError: the chat template refuses the messages.
-            NonFiniteLogits: the target computed NaN or infinity.
+            NonFiniteLogitsError: the target computed NaN or infinity.
         """
         begin = time.perf_counter()
         streams: dict[int, tuple[int, _Stream]] = {}

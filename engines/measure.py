@@ -58,7 +58,9 @@ class Measurement:
         return self.tokens / self.speculative_seconds
 
 
-def measure(engine: Engine, prompts: Sequence[Prompt], *, max_new_tokens: int, tolerance: float) -> Measurement:
+def measure(
+    engine: Engine, prompts: Sequence[Prompt], *, max_new_tokens: int, tolerance: float
+) -> Measurement:
     """Generate for every prompt with and without speculation, alternating which goes first.
 
     Args:

@@ -39,7 +39,7 @@ class TextCodec:
         file = folder / "tokenizer.json"
         try:
             self.tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception
+        except Exception as error:
             raise BundleError(f"no usable tokenizer: {error}", place=file) from error
         config = folder / "tokenizer_config.json"
         self._config: Mapping[str, Any] = json.loads(config.read_text("utf-8")) if config.exists() else {}

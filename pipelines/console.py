@@ -26,7 +26,10 @@ class BuildConsole:
 
     @contextmanager
     def task(self, label: str) -> Iterator[OnProgress]:
-        """A bar for one stage; the yielded function takes (done, in all)."""
+        """A bar for one stage; the yielded function takes (done, in all). No bar without a terminal."""
+        if not self.console.is_terminal:
+            yield lambda done, total: None
+            return
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -39,9 +42,9 @@ class BuildConsole:
             task = bars.add_task(label, total=None)
             yield lambda done, total: bars.update(task, completed=done, total=total)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table; all columns but the first are figures."""
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+        table = Table(box=None, pad_edge=False, header_style="bold")
         for i, column in enumerate(columns):
             table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
         for row in rows:

@@ -69,7 +69,9 @@ def compile_step(graph: Path, facts: EngineFacts, *, threads: int) -> Compiled:
     return Compiled(load_seconds, medians[0], [round(float(c), 4) for c in costs])
 
 
-def _inputs(facts: EngineFacts, tokens: np.ndarray[tuple[int, int], np.dtype[np.int64]], length: int, drafts: int) -> StepInputs:
+def _inputs(
+    facts: EngineFacts, tokens: np.ndarray[tuple[int, int], np.dtype[np.int64]], length: int, drafts: int
+) -> StepInputs:
     in_graph = facts.method in ("draft_model", "layer_skip")
     own_cache = facts.draft_cache is not None
     return StepInputs(

@@ -26,7 +26,7 @@ class Cache:
     def __init__(self, g: GraphBuilder, who: str, config: DecoderConfig, lengths: str) -> None:
         self._g = g
         self._who = who
-        self._shape = ["B", config.num_kv_heads, f"S.{who}", config.head_dim]
+        self._shape: list[int | str] = ["B", config.num_kv_heads, f"S.{who}", config.head_dim]
         self.lengths = g.input(lengths, INT64, ["B"])
         self._pairs: list[KeyValue] = [
             (

@@ -80,9 +80,7 @@ class Decoder:
         """Hidden [rows, hidden] → logits [rows, vocabulary]."""
         return self.weights.lm_head(g, self.norm(g, x, "model.norm"))
 
-    def layer(
-        self, g: GraphBuilder, index: int, x: str, frame: Frame, past: Past
-    ) -> tuple[str, KeyValue]:
+    def layer(self, g: GraphBuilder, index: int, x: str, frame: Frame, past: Past) -> tuple[str, KeyValue]:
         """One decoder layer.
 
         Args:
@@ -95,7 +93,9 @@ class Decoder:
         root = f"model.layers.{index}"
         with g.scope(f"layers.{index}"):
             with g.scope("self_attn"):
-                attended, new = self._attention(g, index, self.norm(g, x, f"{root}.input_layernorm"), frame, past)
+                attended, new = self._attention(
+                    g, index, self.norm(g, x, f"{root}.input_layernorm"), frame, past
+                )
                 x = self.weights.linear(g, attended, (f"{root}.self_attn.o_proj",), residual=x)
             with g.scope("mlp"):
                 y = self.norm(g, x, f"{root}.post_attention_layernorm")
@@ -161,7 +161,9 @@ def appended_frame(
         positions = g.op("Add", column, news)
         queries = g.op("Unsqueeze", positions, g.const([2]))
         cached = g.op("Range", g.const(0), span, g.const(1))
-        keys = g.op("Unsqueeze", g.op("Add", column, g.op("Range", g.const(0), stop, g.const(1))), g.const([1]))
+        keys = g.op(
+            "Unsqueeze", g.op("Add", column, g.op("Range", g.const(0), stop, g.const(1))), g.const([1])
+        )
         shape = g.op("Shape", positions)
         wide = g.op("Concat", shape, g.op("Unsqueeze", span, g.const([0])), axis=0)
         filled = g.op("Expand", g.op("Less", cached, g.op("Unsqueeze", lengths, g.const([1, 2]))), wide)

@@ -86,9 +86,7 @@ def emit_step(
         step.take_drafts()
     step.verify()
     domains = {verification.DOMAIN: verification.VERSION, MICROSOFT_DOMAIN: 1}
-    model = g.model(
-        "step", verification.functions(), domains, {"method": method, "gamma": str(gamma)}
-    )
+    model = g.model("step", verification.functions(), domains, {"method": method, "gamma": str(gamma)})
     path = out / "step.onnx"
     onnx.save_model(model, str(path))
     return StepGraph(
@@ -307,7 +305,8 @@ class Drafting:
         step, g, config = self.step, self.step.g, self.model.config
         then, otherwise = Branch(g.subgraph()), Branch(g.subgraph())
         b, e = then.builder, otherwise.builder
-        state, new = self._first, []
+        state = self._first
+        new: list[KeyValue] = []
         if previous:
             state, new = self._run_draft(b, previous, b.const(i - 1))
         scores = self.model.head(b, self.model.flatten(b, state))

@@ -77,7 +77,9 @@ class OnnxSession:
         EngineError: onnxruntime refuses the graph.
     """
 
-    def __init__(self, graph: Path, facts: EngineFacts, *, threads: int = 0, slots: int | None = None) -> None:
+    def __init__(
+        self, graph: Path, facts: EngineFacts, *, threads: int = 0, slots: int | None = None
+    ) -> None:
         self.slots = slots or facts.max_batch_size
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads or os.cpu_count() or 1
@@ -86,7 +88,7 @@ class OnnxSession:
         options.enable_mem_pattern = False  # shapes change every step: a plan per shape would pile up
         try:
             self._session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions share no base class
+        except Exception as error:
             raise EngineError(
                 f"onnxruntime {ort.__version__} refuses the graph: {error}", place=graph
             ) from error
@@ -110,7 +112,7 @@ class OnnxSession:
 
     def reserve(self, positions: int) -> None:
         """See `StepSession.reserve`."""
-        if any([caches.fit(positions) for caches in self._caches]):
+        if True in [caches.fit(positions) for caches in self._caches]:
             self._bindings.clear()
 
     def step(self, inputs: StepInputs, *, want_logits: bool = False) -> StepOutputs:

@@ -86,8 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _show(error: TrtspecError, arguments: list[str]) -> None:
     """The message on standard error; as JSON where the command was asked for JSON."""
-    formats = [b for a, b in zip(arguments, arguments[1:], strict=False) if a == "--format"]
-    if "json" in formats or "--format=json" in arguments:
+    if "--format json" in " ".join(arguments) or "--format=json" in arguments:
         click.echo(json.dumps({"error": error.to_dict()}, ensure_ascii=False), err=True)
     else:
         click.echo(f"error {error}", err=True)

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("-p", "--prompt", "prompts", multiple=True, help="A user message; repeat for a batch.")
-@click.option("--prompt-file", type=click.Path(path_type=Path, dir_okay=False), help="One message, from a file.")
+@click.option(
+    "--prompt-file", type=click.Path(path_type=Path, dir_okay=False), help="One message, from a file."
+)
 @click.option("--system", default="", help="A system message before the prompt.")
 @click.option("--raw", is_flag=True, help="No chat template: continue the prompt as it stands.")
 @click.option("-n", "--max-new-tokens", type=click.IntRange(0), default=256, show_default=True)

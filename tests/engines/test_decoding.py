@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -156,9 +155,7 @@ def test_context_limit(engines: dict[str, Loaded], method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_stop_at_the_first_token_and_inside_accepted_drafts(
-    engines: dict[str, Loaded], method: str
-) -> None:
+def test_stop_at_the_first_token_and_inside_accepted_drafts(engines: dict[str, Loaded], method: str) -> None:
     prompt = prompts(1, seed=3)[0]
     plain = run(engines[method], [Request(prompt, 30, gamma=0)])[0].tokens
     first = run(engines[method], [Request(prompt, 30, stop_tokens=frozenset({plain[0]}))])[0]

@@ -102,7 +102,9 @@ def assert_follows(counts: dict[tuple[int, ...], int], table: dict[tuple[int, ..
     assert distance < np.sqrt(len(table) / SEEDS)
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(1.0), SamplingParams(0.7, 4, 0.9)], ids=["plain", "filters"])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(1.0), SamplingParams(0.7, 4, 0.9)], ids=["plain", "filters"]
+)
 @pytest.mark.parametrize("drafter", ["good", "bad"])
 def test_draft_model(sampling: SamplingParams, drafter: str, tmp_path: Path) -> None:
     target = zoo.save(tiny(0), tmp_path / "target")
