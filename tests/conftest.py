@@ -13,5 +13,7 @@ def demo_gguf() -> Path:
     downloads = Path(__file__).parents[1] / "build" / "downloads"
     found = sorted(downloads.rglob("SmolLM2-135M-Instruct*.gguf"))
     if not found:
-        pytest.fail(f"no demo model under {downloads}: run make build-engines, or deselect with -m 'not slow'")
+        pytest.fail(
+            f"no demo model under {downloads}: run make build-engines, or deselect with -m 'not slow'"
+        )
     return found[0]

@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 from transformers import PreTrainedModel
-from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
+from tokenizers.pre_tokenizers import ByteLevel
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -27,7 +27,7 @@ TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head
 # Specials, the 256 bytes, and what some merges make of them.
 SPECIALS = ["<|end|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["Ġ t", "h e", "Ġt he", "1 2", "i n", "Ċ Ċ", "Ġ Ġ"]
-TOKENS = [*SPECIALS, *bytes_to_unicode().values(), *(m.replace(" ", "") for m in MERGES), "<tool>"]
+TOKENS = [*SPECIALS, *sorted(ByteLevel.alphabet()), *(m.replace(" ", "") for m in MERGES), "<tool>"]
 TYPES = [3] * len(SPECIALS) + [1] * (256 + len(MERGES)) + [4]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 

@@ -10,8 +10,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import MakeModel
 from gguf_files import MERGES, TOKENS, write_gguf
+from random_checkpoints import MakeModel
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,7 +58,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     ],
     ids=lambda changes: "-".join(changes) or "plain",
 )
-def test_logits_are_the_original_model_s(make_model: MakeModel, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_logits_are_the_original_model_s(
+    make_model: MakeModel, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     model = make_model("llama", **changes)
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms, too, differ from row to row
@@ -105,7 +107,9 @@ def test_dtype(make_model: MakeModel, tmp_path: Path, dtype: Any, torch_dtype: t
 
 def test_fused_matrices_are_contiguous(make_model: MakeModel, tmp_path: Path) -> None:
     model = make_model("llama", attention_bias=True)
-    tensors = read_header(convert_gguf(write_gguf(tmp_path / "m.gguf", model), tmp_path / "o") / "model.safetensors")
+    tensors = read_header(
+        convert_gguf(write_gguf(tmp_path / "m.gguf", model), tmp_path / "o") / "model.safetensors"
+    )
     for kind, parts in (("weight", "qkv"), ("bias", "qkv")):
         group = [tensors[f"model.layers.1.self_attn.{part}_proj.{kind}"] for part in parts]
         for left, right in zip(group, group[1:], strict=False):
@@ -204,9 +208,15 @@ def test_tokenizer_config(make_model: MakeModel, tmp_path: Path) -> None:
         "tokenizer.chat_templates": ["tool_use"],
         "tokenizer.chat_template.tool_use": "TOOLS",
     }
-    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", make_model("llama"), changes=changes), tmp_path / "out")
+    folder = convert_gguf(
+        write_gguf(tmp_path / "m.gguf", make_model("llama"), changes=changes), tmp_path / "out"
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<|end|>")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|end|>",
+    )
     assert tokenizer.model_max_length == 64
     assert tokenizer("in")["input_ids"] == [1, TOKENS.index("in")]
     chat = [{"role": "user", "content": "hi"}]
@@ -224,7 +234,9 @@ def test_padding_tokens_are_no_tokens(make_model: MakeModel, tmp_path: Path) -> 
         "tokenizer.ggml.tokens": [*TOKENS, "[PAD267]", "[PAD268]"],
         "tokenizer.ggml.token_type": [*([3] * 3), *([1] * 263), 4, 5, 5],
     }
-    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", make_model("llama"), changes=changes), tmp_path / "out")
+    folder = convert_gguf(
+        write_gguf(tmp_path / "m.gguf", make_model("llama"), changes=changes), tmp_path / "out"
+    )
     facts = read_checkpoint(folder).tokenizer
     assert facts is not None
     assert facts.size == len(TOKENS)
@@ -291,7 +303,9 @@ def test_other_architectures(make_model: MakeModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(1e5, "F16"), (float("nan"), "F32")])
-def test_weights_that_the_dtype_cannot_hold(make_model: MakeModel, tmp_path: Path, value: float, dtype: Any) -> None:
+def test_weights_that_the_dtype_cannot_hold(
+    make_model: MakeModel, tmp_path: Path, value: float, dtype: Any
+) -> None:
     model = make_model("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = value

@@ -41,7 +41,11 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_file_of_the_safetensors_package(file: Path) -> None:
-    arrays = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "y": np.ones(4, np.float16), "s": np.int64(7)}
+    arrays = {
+        "x": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "y": np.ones(4, np.float16),
+        "s": np.int64(7),
+    }
     save_file({k: np.asarray(v) for k, v in arrays.items()}, file, metadata={"format": "pt"})
     tensors = read_header(file)
     content = file.read_bytes()
@@ -223,9 +227,7 @@ def test_shard_holds_a_tensor_that_the_index_does_not_name(sharded: Path) -> Non
 
 
 def test_a_tensor_in_two_shards(sharded: Path) -> None:
-    (sharded / "m-2.safetensors").write_bytes(
-        raw({"c": entry(), "a": entry(offsets=[8, 16])}, bytes(16))
-    )
+    (sharded / "m-2.safetensors").write_bytes(raw({"c": entry(), "a": entry(offsets=[8, 16])}, bytes(16)))
     with pytest.raises(ShardIndexError, match="m-2.safetensors:a"):
         read_folder(sharded)
 

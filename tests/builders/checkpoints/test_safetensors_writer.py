@@ -55,7 +55,12 @@ def test_chunks_must_fit_their_spec(tmp_path: Path) -> None:
 def test_layers_that_share_an_input_are_adjacent() -> None:
     parts = ["mlp.down_proj.weight", "mlp.up_proj.weight", "mlp.gate_proj.weight", "self_attn.v_proj.weight"]
     parts += ["self_attn.q_proj.bias", "self_attn.k_proj.weight", "self_attn.q_proj.weight"]
-    parts += ["self_attn.v_proj.bias", "self_attn.k_proj.bias", "self_attn.o_proj.weight", "input_layernorm.weight"]
+    parts += [
+        "self_attn.v_proj.bias",
+        "self_attn.k_proj.bias",
+        "self_attn.o_proj.weight",
+        "input_layernorm.weight",
+    ]
     names = [f"model.layers.{layer}.{part}" for layer in (10, 2) for part in parts]
     order = fusable([*names, "lm_head.weight", "model.norm.weight", "model.embed_tokens.weight"])
     text = " ".join(name.removeprefix("model.layers.") for name in order)
