@@ -123,7 +123,6 @@ def engine_facts(target: Checkpoint, **changes: object) -> EngineFacts:
         "eos_token_ids": [],
         "margin_tolerance": 1e-3,
         "step_cost": [1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12, 1.14, 1.16],
-        "draft_cost": None,
     }
     return EngineFacts.model_validate({**values, **changes})
 
