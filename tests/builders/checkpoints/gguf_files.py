@@ -8,8 +8,8 @@ from typing import Any
 
 import gguf
 import numpy as np
-from transformers import PreTrainedModel
 from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedModel
 
 NAMES = {
     "input_layernorm": "attn_norm",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_fused_matrices_are_contiguous(make_model: MakeModel, tmp_path: Path) ->
     )
     for kind, parts in (("weight", "qkv"), ("bias", "qkv")):
         group = [tensors[f"model.layers.1.self_attn.{part}_proj.{kind}"] for part in parts]
-        for left, right in zip(group, group[1:], strict=False):
+        for left, right in pairwise(group):
             assert left.offset + left.length == right.offset
     gate, up = (tensors[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up"))
     assert gate.offset + gate.length == up.offset
@@ -309,7 +310,7 @@ def test_weights_that_the_dtype_cannot_hold(
     model = make_model("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = value
-    with pytest.raises(GgufUnsupportedError, match="blk.1.ffn_up.weight"):
+    with pytest.raises(GgufUnsupportedError, match=r"blk\.1\.ffn_up\.weight"):
         convert_gguf(write_gguf(tmp_path / "m.gguf", model), tmp_path / "out", dtype=dtype)
 
 
@@ -318,7 +319,7 @@ def test_output_that_is_someone_else_s(make_model: MakeModel, tmp_path: Path) ->
     convert_gguf(source, tmp_path / "out")
     convert_gguf(source, tmp_path / "out")  # an earlier conversion is replaced
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(OutputExistsError, match="notes.txt"):
+    with pytest.raises(OutputExistsError, match=r"notes\.txt"):
         convert_gguf(source, tmp_path / "out")
 
 
@@ -332,6 +333,11 @@ def test_demo_model(demo_gguf: Path, tmp_path: Path) -> None:
     assert checkpoint.config.rope.theta == 100_000
     ours = AutoTokenizer.from_pretrained(folder)
     reference = AutoTokenizer.from_pretrained(demo_gguf.parent, gguf_file=demo_gguf.name)
+    # transformers' loader forgets that digits stand alone, which shows where no merge forbids it: " ½".
+    reference.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    assert ours.get_vocab() == reference.get_vocab()
     for text in TEXTS:
         assert ours(text)["input_ids"] == reference(text)["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(folder)

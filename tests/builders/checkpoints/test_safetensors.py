@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +180,8 @@ JSON = st.recursive(
 )
 def test_arbitrary_headers_raise_nothing_else(scratch: Path, header: dict[str, Any]) -> None:
     scratch.write_bytes(raw(header, bytes(16)))
-    try:
+    with suppress(CheckpointError):
         read_header(scratch)
-    except CheckpointError:
-        pass
 
 
 @pytest.fixture
@@ -222,13 +221,13 @@ def test_index_names_a_tensor_that_is_not_there(sharded: Path) -> None:
 
 def test_shard_holds_a_tensor_that_the_index_does_not_name(sharded: Path) -> None:
     index(sharded, a="m-1.safetensors", c="m-2.safetensors")
-    with pytest.raises(ShardIndexError, match="m-1.safetensors:b"):
+    with pytest.raises(ShardIndexError, match=r"m-1\.safetensors:b"):
         read_folder(sharded)
 
 
 def test_a_tensor_in_two_shards(sharded: Path) -> None:
     (sharded / "m-2.safetensors").write_bytes(raw({"c": entry(), "a": entry(offsets=[8, 16])}, bytes(16)))
-    with pytest.raises(ShardIndexError, match="m-2.safetensors:a"):
+    with pytest.raises(ShardIndexError, match=r"m-2\.safetensors:a"):
         read_folder(sharded)
 
 

@@ -132,7 +132,7 @@ def test_folder_of_an_earlier_run_is_replaced_and_others_are_not(tmp_path: Path)
             (folder / "f").write_text(text)
     assert (out / "f").read_text() == "2"
     (out / "thesis.tex").write_text("")
-    with pytest.raises(OutputExistsError, match="thesis.tex"), atomic_folder(out, frozenset({"f"})):
+    with pytest.raises(OutputExistsError, match=r"thesis\.tex"), atomic_folder(out, frozenset({"f"})):
         pass
     assert (out / "thesis.tex").exists()
     file = tmp_path / "file"
