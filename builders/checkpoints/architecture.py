@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from builders.checkpoints.claims import Claims, rope, sliding
@@ -349,7 +350,9 @@ class _Proof:
     def claim(self, key: str, proved: object) -> None:
         claimed = self.config.get(key)
         if claimed is not None and claimed != proved:
-            self.warnings.append(f"config.json says {key} = {claimed!r}; the tensors prove {proved!r}"[:200])
+            self.warnings.append(
+                f"{Path(self.config.place).name} says {key} = {claimed!r}; the tensors prove {proved!r}"[:200]
+            )
 
 
 def _group(part: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,8 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
+from builders.checkpoints.architecture import prove
+from builders.checkpoints.claims import Claims
 from builders.checkpoints.gguf_header import GgufFile, GgufTensor, read_gguf
 from builders.checkpoints.gguf_tokenizer import TokenizerFiles, tokenizer_files
 from builders.checkpoints.safetensors_writer import (
@@ -28,7 +30,7 @@ from builders.checkpoints.safetensors_writer import (
     fusable,
     write_safetensors,
 )
-from builders.checkpoints.types import Rope
+from builders.checkpoints.types import Rope, TensorRef
 from builders.graph.rope import inverse_frequencies
 from engines.errors import CheckpointError
 
@@ -119,6 +121,7 @@ def convert_gguf(
     Raises:
         GgufMalformedError: the file is cut short or contradicts itself.
         GgufUnsupportedError: another architecture, or a feature that has no counterpart.
+        CheckpointError: tensors are missing or do not fit together (see `architecture.prove`).
         GgufTokenizerError: the tokenizer cannot be rebuilt exactly.
         OutputExistsError: `out` holds something else than an earlier conversion.
         DiskFullError: no space for it.
@@ -134,13 +137,15 @@ def convert_gguf(
         )
     tensors = {_renamed(file, name): tensor for name, tensor in file.tensors.items() if name != _ROPE_FREQS}
     specs = [TensorSpec(name, dtype, tensors[name].shape) for name in fusable(tensors)]
+    config = model.config(dtype, tokenizer)
+    _check(specs, config, source)
 
     def chunks(spec: TensorSpec) -> Iterator[npt.NDArray[Any]]:
         return _chunks(file, tensors[spec.name], model.heads(spec.name), model.head_dim, dtype)
 
     with atomic_folder(out, _OUTPUTS) as folder:
         write_safetensors(folder / "model.safetensors", specs, chunks, progress=progress)
-        _write_json(folder / "config.json", model.config(dtype, tokenizer))
+        _write_json(folder / "config.json", config)
         _write_json(folder / "generation_config.json", tokenizer.generation)
         _write_json(folder / "tokenizer.json", tokenizer.tokenizer)
         _write_json(folder / "tokenizer_config.json", tokenizer.config)
@@ -149,9 +154,19 @@ def convert_gguf(
     return out
 
 
+def _check(specs: Sequence[TensorSpec], config: Mapping[str, Any], source: Path) -> None:
+    """Proves, before a byte is written, that the folder will be a checkpoint that can be read."""
+    tensors = {s.name: TensorRef(s.name, s.dtype, s.shape, source, 0, s.length) for s in specs}
+    _, contradictions = prove(tensors, Claims(config, source), str(source))
+    if contradictions:
+        raise GgufUnsupportedError(
+            "; ".join(contradictions), place=source, allowed="metadata that fit the tensors"
+        )
+
+
 @dataclass(frozen=True)
 class _Model:
-    """The architecture as the metadata claims it, checked against the tensors' shapes on the way out."""
+    """The architecture as the metadata claims it."""
 
     num_layers: int
     context: int
@@ -342,10 +357,6 @@ def _chunks(
     2], where Hugging Face has [heads, 2, head_dim / 2].
     """
     place = f"{file.path}:{tensor.name}"
-    if heads and tensor.shape[0] != heads * head_dim:
-        raise GgufUnsupportedError(
-            f"{tensor.shape[0]} rows", place=place, allowed=f"{heads} heads of {head_dim} rows"
-        )
     raw = file.rows(tensor)
     if heads and len(tensor.shape) == 1:  # a bias: its rows are its values
         raw = raw.reshape(tensor.shape[0], -1)

@@ -18,6 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from builders.checkpoints.architecture import MissingTensorError
 from builders.checkpoints.gguf import GgufUnsupportedError, convert_gguf
 from builders.checkpoints.gguf_tokenizer import GgufTokenizerError
 from builders.checkpoints.reader import read_checkpoint
@@ -283,7 +284,9 @@ def test_tokenizers_that_cannot_be_rebuilt(
         ({"llama.block_count": None}, None, "llama.block_count"),
         ({"llama.attention.head_count": 0}, None, "llama.attention.head_count"),
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, None, "rms_epsilon"),
-        ({"llama.attention.head_count_kv": 4}, None, "blk.0.attn_k.weight"),
+        ({"llama.attention.head_count_kv": 4}, None, "says num_key_value_heads = 4; the tensors prove 2"),
+        ({"llama.block_count": 4}, None, "says num_hidden_layers = 4; the tensors prove 3"),
+        ({"llama.embedding_length": 64}, None, "says hidden_size = 64; the tensors prove 32"),
         ({}, {"blk.0.ffn_gate_inp.weight": np.zeros((2, 2), np.float32)}, "blk.0.ffn_gate_inp.weight"),
         ({}, {"blk.0.attn_q_norm.weight": np.ones(8, np.float32)}, "blk.0.attn_q_norm.weight"),
     ],
@@ -295,6 +298,15 @@ def test_models_that_cannot_be_converted(
     with pytest.raises(GgufUnsupportedError, match=place):
         convert_gguf(source, tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m.gguf"]
+
+
+def test_missing_tensors_are_found_before_a_byte_is_written(make_model: MakeModel, tmp_path: Path) -> None:
+    model = make_model("llama")
+    kept = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.mlp.up" not in name}
+    model.state_dict = lambda: kept  # type: ignore[method-assign]
+    source = write_gguf(tmp_path / "m.gguf", model)
+    with pytest.raises(MissingTensorError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        convert_gguf(source, tmp_path / "out", progress=lambda *_: pytest.fail("something was written"))
 
 
 def test_other_architectures(make_model: MakeModel, tmp_path: Path) -> None:
