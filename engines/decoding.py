@@ -292,7 +292,7 @@ class Decoder:
             if sequence.ngrams is not None and limit > 0:
                 proposal = sequence.ngrams.propose(limit)
                 sequence.match = proposal.match
-                draft = proposal.tokens[: sequence.policy.choose(proposal.match, limit)]
+                draft = proposal.tokens[: sequence.policy.choose(proposal.match, limit, len(ready))]
             rows.append(draft)
         counts = np.array([len(r) for r in rows], np.int64)
         width = int(counts.max())
@@ -302,11 +302,12 @@ class Decoder:
     def _draft_context(self, ready: list[_Sequence], steps: int) -> IntArray | None:
         """Committed tokens for the drafter's own cache: equally many a sequence, as the longest lag asks.
 
-        A sequence that lags less repeats tokens; writing them again changes nothing.
+        A sequence that lags less repeats tokens; writing them again changes nothing. One that does not
+        speculate does not count: its drafter is never asked.
         """
         if self._facts.draft_cache is None or steps == 0:
             return None
-        lag = max(len(s.tokens) - s.draft_length for s in ready)
+        lag = max(len(s.tokens) - s.draft_length for s in ready if s.gamma > 0)
         width = min(lag, min(len(s.tokens) for s in ready))
         return np.array([s.tokens[len(s.tokens) - width :] for s in ready], np.int64)
 
@@ -419,6 +420,12 @@ class Decoder:
             raise RequestError(f"token id {wrong}", place="prompt", allowed=f"0 … {facts.vocab_size - 1}")
         if request.gamma is not None and not 0 <= request.gamma <= facts.gamma:
             raise RequestError(f"γ = {request.gamma}", place="gamma", allowed=f"0 … {facts.gamma}")
+        if facts.verification == "greedy" and request.sampling.temperature > 0:
+            raise RequestError(
+                f"temperature {request.sampling.temperature}",
+                place="sampling.temperature",
+                allowed="0: this engine was built with verification: greedy",
+            )
         if request.max_new_tokens is not None and request.max_new_tokens < 0:
             raise RequestError(
                 f"max_new_tokens = {request.max_new_tokens}", place="max_new_tokens", allowed="0 or more"

@@ -21,12 +21,14 @@ def step_cost_at(curve: Sequence[float], tokens: int) -> float:
     """The cost of a step over `tokens` tokens, in plain steps.
 
     Args:
-        curve: measured costs, entry i for i + 1 tokens. Beyond its end the last slope goes on.
+        curve: measured costs, entry i for i + 1 tokens. Beyond its end the slope of its upper half
+            goes on.
     """
     if tokens <= len(curve):
         return curve[tokens - 1]
-    slope = curve[-1] - curve[-2] if len(curve) > 1 else 0.0
-    return curve[-1] + max(slope, 0.0) * (tokens - len(curve))
+    half = (len(curve) - 1) // 2
+    slope = (curve[-1] - curve[half]) / max(len(curve) - 1 - half, 1)
+    return curve[-1] + slope * (tokens - len(curve))
 
 
 class DraftLength:
@@ -45,13 +47,18 @@ class DraftLength:
     def _kind(self, match: int) -> int:
         return min(match, len(self._tried)) - 1
 
-    def choose(self, match: int, limit: int) -> int:
-        """The draft length, 0 … `limit`, for a match of `match` tokens."""
+    def choose(self, match: int, limit: int, batch: int = 1) -> int:
+        """The draft length, 0 … `limit`, for a match of `match` tokens.
+
+        In a batch every sequence's tokens count: a step costs what its rows cost, and with all
+        sequences drafting alike, g draft tokens turn `batch` rows into `batch` * (g + 1). So drafts
+        shrink as the batch grows, until speculation stops by itself.
+        """
         if match == 0 or limit <= 0:
             return 0
         kind = self._kind(match)
         alpha = self._accepted[kind] / self._tried[kind]
-        return best_gamma(alpha, lambda g: step_cost_at(self._curve, g + 1), limit)
+        return best_gamma(alpha, lambda g: step_cost_at(self._curve, batch * (g + 1)), limit)
 
     def observe(self, match: int, drafted: int, accepted: int) -> None:
         """Learn from a step: `accepted` of `drafted` tokens were accepted."""

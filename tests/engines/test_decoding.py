@@ -220,3 +220,10 @@ def test_cancelled_request_frees_its_slot(engines: dict[str, Loaded]) -> None:
 def test_bad_requests_are_refused(engines: dict[str, Loaded], request_: Request, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         run(engines["ngram"], [request_])
+
+
+def test_greedy_engine_refuses_sampling(engines: dict[str, Loaded]) -> None:
+    session, facts = engines["ngram"]
+    greedy = facts.model_copy(update={"verification": "greedy"})
+    with pytest.raises(RequestError, match="temperature 0.5"):
+        Decoder(session, greedy).run([Request([5], 3, sampling=SamplingParams(0.5))])
