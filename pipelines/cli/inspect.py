@@ -41,34 +41,48 @@ def inspect(paths: tuple[Path, ...], form: str) -> None:
         report: dict[str, Any] = {"found": found, "pairing": pairing}
         click.echo(json.dumps(report, indent=2, ensure_ascii=False))
         return
-    for record in found:
-        _show(record)
+    _table(found)
     if pairing is not None:
-        click.echo("pair: the drafter fits the target")
-        _show(pairing)
+        click.echo("\nThe drafter fits the target:")
+        _table([pairing])
 
 
-def _show(record: dict[str, Any]) -> None:
-    """Key and value a line; nested records are indented, long lists counted."""
+def _table(records: list[dict[str, Any]]) -> None:
+    """One row a field, one column a record; fields that no record has are left out."""
+    from rich.console import Console
+    from rich.table import Table
+
+    flat = [_flatten(record) for record in records]
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    for _ in flat:
+        table.add_column(overflow="fold")
+    for field in dict.fromkeys(key for record in flat for key in record):
+        table.add_row(field, *(record.get(field, "–") for record in flat))
+    Console(highlight=False).print(table)
+
+
+def _flatten(record: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested records by `outer inner`; long lists counted, digests shortened."""
+    found: dict[str, str] = {}
     for key, value in record.items():
-        _show_value(key, value, "")
-    click.echo()
-
-
-def _show_value(key: str, value: Any, indent: str) -> None:
-    name = key.replace("_", " ")
-    if isinstance(value, dict) and value:
-        click.echo(f"{indent}{name}")
-        for inner, content in value.items():
-            _show_value(inner, content, indent + "  ")
-    elif isinstance(value, list | tuple) and len(value) > 8:
-        click.echo(f"{indent}{name:<24} {len(value)} entries")
-    elif value not in (None, [], (), {}, ""):
-        text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else _text(value)
-        click.echo(f"{indent}{name:<24} {text}")
+        name = f"{prefix}{key.replace('_', ' ')}"
+        if isinstance(value, dict) and value:
+            found |= _flatten(value, f"{name} ") if len(value) <= 32 else {name: f"{len(value)} entries"}
+        elif isinstance(value, list | tuple) and (len(value) > 16 or any(isinstance(v, dict) for v in value)):
+            found[name] = f"{len(value)} entries"
+        elif value not in (None, [], (), {}, ""):
+            found[name] = " ".join(map(_text, value)) if isinstance(value, list | tuple) else _text(value)
+    return found
 
 
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value)
+    if isinstance(value, int):
+        return f"{value:,}" if value >= 10_000 else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    is_digest = len(text) == 64 and set(text) <= set("0123456789abcdef")
+    return f"{text[:16]}…" if is_digest else text
