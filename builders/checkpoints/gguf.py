@@ -7,7 +7,6 @@ must be one that is understood here; anything else is refused by name rather tha
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -391,20 +390,12 @@ def _cast(values: npt.NDArray[Any], dtype: str, place: str) -> npt.NDArray[Any]:
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    _write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    file.write_bytes(json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
 def _write_template(folder: Path, name: str, template: str) -> None:
-    if name == "default":
-        _write(folder / "chat_template.jinja", template)
-    else:
-        extra = folder / "additional_chat_templates"
-        extra.mkdir(exist_ok=True)
-        _write(extra / f"{name}.jinja", template)
-
-
-def _write(file: Path, text: str) -> None:
-    with file.open("w", encoding="utf-8", newline="") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
+    file = folder / "chat_template.jinja"
+    if name != "default":
+        file = folder / "additional_chat_templates" / f"{name}.jinja"
+        file.parent.mkdir(exist_ok=True)
+    file.write_bytes(template.encode())  # bytes: line ends stay as they are

@@ -6,11 +6,9 @@ biases each, so that graph emission can address them as one matrix without copyi
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,16 +19,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from engines.errors import CheckpointError, MachineError
+from engines.errors import CheckpointError
+from engines.files import disk_errors, need_space, publish_folder
 
-__all__ = [
-    "DiskFullError",
-    "OutputExistsError",
-    "TensorSpec",
-    "atomic_folder",
-    "fusable",
-    "write_safetensors",
-]
+__all__ = ["ELEMENT", "OutputExistsError", "TensorSpec", "atomic_folder", "fusable", "write_safetensors"]
 
 ELEMENT: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
@@ -70,13 +62,6 @@ class OutputExistsError(CheckpointError):
 
     rule = "checkpoint.output-exists"
     remedy_text = "Choose another output folder, or delete this one yourself."
-
-
-class DiskFullError(MachineError):
-    """The disk cannot hold what is about to be written."""
-
-    rule = "machine.disk-full"
-    remedy_text = "Free some space, or write to another disk."
 
 
 @dataclass(frozen=True)
@@ -137,23 +122,16 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _DATA_ALIGNMENT)
 
-    free = shutil.disk_usage(file.parent).free
-    if end + len(text) > free:
-        raise DiskFullError(f"{free:,} bytes free", place=file.parent, allowed=f"{end + len(text):,} bytes")
-    try:
-        with file.open("xb") as out:
-            out.write(len(text).to_bytes(8, "little") + text)
-            written = 0
-            for spec in specs:
-                written += _write_tensor(out.write, spec, chunks(spec))
-                if progress is not None:
-                    progress(written, end)
-            out.flush()
-            os.fsync(out.fileno())
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFullError(str(error), place=file) from error
-        raise
+    need_space(file.parent, 8 + len(text) + end)
+    with disk_errors(file), file.open("xb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        written = 0
+        for spec in specs:
+            written += _write_tensor(out.write, spec, chunks(spec))
+            if progress is not None:
+                progress(written, end)
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def _write_tensor(
@@ -173,33 +151,19 @@ def _write_tensor(
 
 @contextmanager
 def atomic_folder(out: Path, replaceable: frozenset[str]) -> Iterator[Path]:
-    """A temporary sibling of `out` that takes its place when the block ends without an error.
+    """`publish_folder`, unless that would delete what the caller did not write.
 
     Args:
-        out: may exist if it holds nothing but files named in `replaceable` (an earlier result).
-        replaceable: names of files and folders that the caller writes.
+        out: may exist if it holds nothing but entries named in `replaceable` (an earlier result).
+        replaceable: names of the files and folders that the caller writes.
 
     Raises:
         OutputExistsError: `out` is a file, or holds something else.
+        DiskFullError: no space.
     """
     if out.exists():
         strange = {entry.name for entry in out.iterdir()} - replaceable if out.is_dir() else {out.name}
         if strange:
             raise OutputExistsError(f"it exists and holds {min(strange)!r}", place=out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # Fixed names, so that what a killed run left behind is found and removed.
-    folder, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
-    try:
-        _remove(folder, old)
-        folder.mkdir()
+    with publish_folder(out) as folder:
         yield folder
-        if out.exists():
-            out.rename(old)
-        folder.rename(out)
-    finally:
-        _remove(folder, old)
-
-
-def _remove(*folders: Path) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -24,11 +24,11 @@ NAMES = {
 }
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
-# Specials, the 256 bytes, and what some merges make of them.
+# Specials, the 256 bytes, what some merges make of them, and one that none makes.
 SPECIALS = ["<|end|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["Ġ t", "h e", "Ġt he", "1 2", "i n", "Ċ Ċ", "Ġ Ġ"]
-TOKENS = [*SPECIALS, *sorted(ByteLevel.alphabet()), *(m.replace(" ", "") for m in MERGES), "<tool>"]
-TYPES = [3] * len(SPECIALS) + [1] * (256 + len(MERGES)) + [4]
+TOKENS = [*SPECIALS, *sorted(ByteLevel.alphabet()), *(m.replace(" ", "") for m in MERGES), "zzz", "<tool>"]
+TYPES = [3] * len(SPECIALS) + [1] * (256 + len(MERGES) + 1) + [4]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 
 

@@ -325,6 +325,27 @@ def test_shapes_that_contradict_each_other(make_folder: MakeFolder) -> None:
         read_checkpoint(folder)
 
 
+def test_heads_that_kv_heads_do_not_divide(make_folder: MakeFolder) -> None:
+    folder = make_folder("llama")
+    three = np.zeros((24, 32), np.float32)
+    edit_tensors(
+        folder, **{f"model.layers.{i}.self_attn.{p}_proj.weight": three for i in range(3) for p in "kv"}
+    )
+    with pytest.raises(ContradictionError, match=r"24 rows of k, 32 of q, heads of 8"):
+        read_checkpoint(folder)
+
+
+def test_heads_of_odd_size(make_folder: MakeFolder) -> None:
+    with pytest.raises(ContradictionError, match="an even head_dim"):
+        read_checkpoint(make_folder("llama", head_dim=3))
+
+
+def test_context_of_pretraining_outside_the_scaling(make_folder: MakeFolder) -> None:
+    folder = make_folder("llama", rope_parameters={"rope_type": "yarn", "rope_theta": 5.0, **YARN})
+    edit_config(folder, original_max_position_embeddings=32)
+    assert read_checkpoint(folder).config.rope.original_max_position == 32
+
+
 def test_mixed_dtypes(make_folder: MakeFolder) -> None:
     folder = make_folder("llama")
     edit_tensors(folder, model__layers__1__mlp__down_proj__weight=np.zeros((32, 48), np.float16))

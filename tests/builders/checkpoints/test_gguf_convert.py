@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import MERGES, TOKENS, write_gguf
+from gguf_files import MERGES, TOKENS, TYPES, write_gguf
 from random_checkpoints import MakeModel
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -29,6 +29,7 @@ TEXTS = [
     "in the then 1234567 x12y",
     "  two  spaces\n\n\nand\ttabs  ",
     "Grüße, 你好 🎉 e\u0301 ½ ३४",
+    "zzz zzz",
     "it's WE'LL don't <|im_start|>user\nhi<|im_end|> <tool>x",
     "def f(x):\n    return x == 3.14 # ok\r\n",
     "",
@@ -233,8 +234,8 @@ def test_tokenizer_config(make_model: MakeModel, tmp_path: Path) -> None:
 
 def test_padding_tokens_are_no_tokens(make_model: MakeModel, tmp_path: Path) -> None:
     changes = {
-        "tokenizer.ggml.tokens": [*TOKENS, "[PAD267]", "[PAD268]"],
-        "tokenizer.ggml.token_type": [*([3] * 3), *([1] * 263), 4, 5, 5],
+        "tokenizer.ggml.tokens": [*TOKENS, "[PAD268]", "[PAD269]"],
+        "tokenizer.ggml.token_type": [*TYPES, 5, 5],
     }
     folder = convert_gguf(
         write_gguf(tmp_path / "m.gguf", make_model("llama"), changes=changes), tmp_path / "out"
@@ -242,7 +243,7 @@ def test_padding_tokens_are_no_tokens(make_model: MakeModel, tmp_path: Path) -> 
     facts = read_checkpoint(folder).tokenizer
     assert facts is not None
     assert facts.size == len(TOKENS)
-    assert "[PAD267]" not in facts.vocab
+    assert "[PAD268]" not in facts.vocab
 
 
 @pytest.mark.parametrize(
@@ -309,6 +310,14 @@ def test_missing_tensors_are_found_before_a_byte_is_written(make_model: MakeMode
         convert_gguf(source, tmp_path / "out", progress=lambda *_: pytest.fail("something was written"))
 
 
+def test_more_tokens_than_rows(make_model: MakeModel, tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "m.gguf", make_model("llama", vocab_size=len(TOKENS) - 1))
+    with pytest.raises(GgufUnsupportedError, match=f"{len(TOKENS)} tokens"):
+        convert_gguf(source, tmp_path / "out")
+    exact = write_gguf(tmp_path / "exact.gguf", make_model("llama", vocab_size=len(TOKENS)))
+    assert read_checkpoint(convert_gguf(exact, tmp_path / "out")).warnings == ()
+
+
 def test_other_architectures(make_model: MakeModel, tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "m.gguf", make_model("llama"), architecture="gemma")
     with pytest.raises(GgufUnsupportedError, match="'gemma'"):
@@ -333,6 +342,23 @@ def test_output_that_is_someone_else_s(make_model: MakeModel, tmp_path: Path) ->
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(OutputExistsError, match=r"notes\.txt"):
         convert_gguf(source, tmp_path / "out")
+    with pytest.raises(OutputExistsError, match=r"m\.gguf"):
+        convert_gguf(source, source)
+
+
+def test_an_interrupted_conversion_leaves_what_was_there(make_model: MakeModel, tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "m.gguf", make_model("llama"))
+
+    def interrupt(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_gguf(source, tmp_path / "out", progress=interrupt)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.gguf"]
+    convert_gguf(source, tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        convert_gguf(source, tmp_path / "out", dtype="F16", progress=interrupt)
+    assert read_checkpoint(tmp_path / "out").config.dtype == "F32"
 
 
 @pytest.mark.slow
