@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -81,11 +82,15 @@ def arms(options: argparse.Namespace) -> list[Arm]:
         ("openvino-genai fp32", "openvino_worker.py", theirs, peers / "openvino-fp32"),
         ("openvino-genai int8", "openvino_worker.py", theirs, peers / "openvino-int8"),
     ):
+        if not re.search(options.only, label):
+            continue
         if not folder.exists():
             print(f"left out: {label} ({folder} is missing; `make bench` prepares it)")
             continue
         worker = Worker(python, script, str(folder), threads)
-        found += [Arm(label, worker, False), Arm(f"{label} + speculation", worker, True)]
+        found.append(Arm(label, worker, False))
+        if "transformers" not in label:  # slow, and no target asks for it
+            found.append(Arm(f"{label} + speculation", worker, True))
     return found
 
 
@@ -96,6 +101,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "build/checkpoints/smollm2-135m")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", default="", help="engines whose name matches this pattern")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     codec = TextCodec(options.checkpoint)

@@ -224,7 +224,7 @@ def read_json(path: Path, *, max_bytes: int) -> Any:
 
     try:
         return json.loads(read_text(path, max_bytes=max_bytes), object_pairs_hook=unique)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also integers of thousands of digits
         raise FileError(f"not JSON: {error}", place=path) from error
 
 
