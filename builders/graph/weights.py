@@ -72,7 +72,9 @@ class Weights:
         if tensor.dtype == "U8":
             scale = self._rows(self._tensors[f"{name}_scale"])
             return self._matmul_int8(g, x, name, tensor, scale, "lm_head")
-        return g.op("Gemm", x, self._external(name, tensor), transB=1, name="lm_head")
+        # An initializer of its own even where it is tied: onnxruntime then drops the bytes that it has
+        # packed for this product, and the embedding's pages stay untouched but for the rows looked up.
+        return g.op("Gemm", x, self._external("lm_head.weight", tensor), transB=1, name="lm_head")
 
     def linear(self, g: GraphBuilder, x: str, names: tuple[str, ...], *, residual: str = "") -> str:
         """`x` [rows, in] through one or several linear layers side by side → [rows, sum of outs].
