@@ -17,7 +17,15 @@ from typing import Any
 
 from builders.checkpoints.reader import read_checkpoint
 from builders.checkpoints.types import Checkpoint
-from engines.bundle import Bundle, CacheShape, CheckpointFacts, EngineFacts, open_bundle, seal_bundle
+from engines.bundle import (
+    MANIFEST,
+    Bundle,
+    CacheShape,
+    CheckpointFacts,
+    EngineFacts,
+    open_bundle,
+    seal_bundle,
+)
 from engines.errors import BundleError, EngineError, MachineError, UsageError
 from engines.exactness import TOLERANCES
 from engines.files import link_or_copy, need_space, publish_folder, sha256_file
@@ -38,6 +46,13 @@ class LosslessnessError(EngineError):
 
     rule = "engine.not-lossless"
     remedy_text = "Do not deploy this engine. Report it with the spec and the checkpoint."
+
+
+class OutputError(UsageError):
+    """The place for the bundle is taken."""
+
+    rule = "build.output"
+    remedy_text = "Choose another --output-dir, or move what is there."
 
 
 class LimitError(UsageError):
@@ -284,7 +299,7 @@ class Build:
             TrtspecError: any of the tree; `out` is then as it was before.
         """
         begin = time.perf_counter()
-        self._seconds: dict[str, float] = {}
+        self._check_output()
         self._check_limits()
         pairing = None
         if self.drafter is not None:
@@ -317,6 +332,13 @@ class Build:
         return found
 
     _seconds: dict[str, float] = field(default_factory=dict)
+
+    def _check_output(self) -> None:
+        """Only a bundle may be replaced."""
+        if self.out.is_dir() and (not any(self.out.iterdir()) or (self.out / MANIFEST).exists()):
+            return
+        if self.out.exists():
+            raise OutputError("it is there and is no bundle", place=self.out, allowed="a bundle, or nothing")
 
     def _check_limits(self) -> None:
         config, spec = self.target.config, self.spec
@@ -371,10 +393,6 @@ class Build:
 
     def _current(self, manifest: Mapping[str, Any]) -> Bundle | None:
         """The bundle at `out`, if it already is what this build would write."""
-        if self.out.exists() and any(self.out.iterdir()) and not (self.out / "manifest.json").exists():
-            raise UsageError(
-                "the folder holds something that is no bundle", place=self.out, remedy="Choose another -o."
-            )
         try:
             bundle = open_bundle(self.out)
         except BundleError:
@@ -508,7 +526,9 @@ def summary(rows: Sequence[BuildRow], console: BuildConsole) -> None:
             ]
             phases = ("prefill_seconds", "step_seconds", "draft_seconds", "host_seconds")
             total = sum(found[p] for p in phases)
-            times.append([manifest.name, f"{found['load_seconds']:.1f} s"])
+            built = sum(row.seconds.values())
+            times.append([manifest.name, f"{built:.0f} s" if built else "cached"])
+            times[-1].append(f"{found['load_seconds']:.1f} s")
             times[-1] += [f"{found[p] / total:.0%}" for p in phases]
             times[-1] += [f"{found['plain_step_seconds'] * 1e3:.1f} ms"]
         else:
@@ -519,7 +539,7 @@ def summary(rows: Sequence[BuildRow], console: BuildConsole) -> None:
     console.table(columns, table)
     if times:
         console.line("")
-        columns = ["where the time goes", "load", "prefill", "steps", "draft", "host", "plain step"]
+        columns = ["where the time goes", "build", "load", "prefill", "steps", "draft", "host", "plain step"]
         console.table(columns, times)
         console.line(
             f"\nMeasured on {len(prompt_set())} prompts of {MEASURED_TOKENS} tokens, greedy, batch 1."
