@@ -1,0 +1,289 @@
+"""From spec to bundle on a tiny model: whole, killed, out of disk, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import zoo
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from engines.bundle import open_bundle
+
+MAIN = "from pipelines.cli import main; main()"
+STAGES = ("emit", "compile")
+
+
+def make_checkpoint(folder: Path, family: str = "llama", seed: int = 0) -> Path:
+    """A random model with a byte-level tokenizer of 97 tokens and a chat template."""
+    zoo.save(zoo.make_model(family, seed), folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:97]
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "target")
+
+
+def write_spec(folder: Path, checkpoint: Path, name: str = "tiny", **sections: object) -> Path:
+    spec = {
+        "name": name,
+        "target": {"checkpoint": str(checkpoint)},
+        "drafter": {"method": "ngram", "gamma": 3},
+        "limits": {"max_batch_size": 2, "max_seq_len": 250},
+        **sections,
+    }
+    file = folder / f"{name}.yaml"
+    file.write_text(json.dumps(spec))  # JSON is YAML
+    return file
+
+
+def start(
+    folder: Path, *arguments: str, file_limit: int | None = None, main: str = MAIN
+) -> subprocess.Popen[str]:
+    def limit() -> None:
+        if file_limit is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(
+        [sys.executable, "-c", main, *arguments],
+        cwd=folder,
+        env={**os.environ, "TRTSPEC_CACHE": str(folder / "memory"), "PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=limit,
+    )
+
+
+def run(folder: Path, *arguments: str, **options: int) -> tuple[int, str, str]:
+    process = start(folder, *arguments, **options)
+    out, err = process.communicate(timeout=120)
+    assert "Traceback" not in err, err
+    return process.returncode, out, err
+
+
+def hashes(bundle: Path) -> dict[str, str]:
+    return {name: facts.sha256 for name, facts in open_bundle(bundle).manifest.files.items()}
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [str(p) for p in folder.rglob(".*tmp-*")]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"drafter": {"method": "none"}},
+        {"drafter": {"method": "layer_skip", "exit_layer": 1, "gamma": 2}},
+        {"drafter": {"method": "ngram", "gamma": 2}},
+    ],
+    ids=["none", "layer_skip", "ngram"],
+)
+def test_build_generate_inspect(checkpoint: Path, tmp_path: Path, sections: dict[str, object]) -> None:
+    spec = write_spec(tmp_path, checkpoint, **sections)
+    code, _, err = run(tmp_path, "build", str(spec))
+    assert code == 0, err
+    assert "where the time goes" in err
+    bundle = tmp_path / "build/bundles/tiny"
+    manifest = open_bundle(bundle).manifest
+    assert len(manifest.engine.step_cost) == manifest.engine.gamma + 1
+    assert manifest.measurements["divergences"] == [] or all(
+        d["allowed"] for d in manifest.measurements["divergences"]
+    )
+    code, out, err = run(tmp_path, "generate", str(bundle), "-p", "hello", "-n", "7")
+    assert code == 0, err
+    assert "tokens/s" in err
+    code, out, _ = run(tmp_path, "generate", str(bundle), "-p", "a", "-p", "b", "-n", "4", "--format", "json")
+    outputs = json.loads(out)["outputs"]
+    assert [o["prompt"] for o in outputs] == ["a", "b"]
+    assert all(len(o["tokens"]) == 4 or o["finish_reason"] == "stop_token" for o in outputs)
+    code, out, _ = run(tmp_path, "inspect", str(bundle), "--format", "json")
+    assert json.loads(out)["found"][0]["engine"]["method"] == manifest.engine.method
+
+
+def test_draft_model_and_foreign_drafter(checkpoint: Path, tmp_path: Path) -> None:
+    good = make_checkpoint(tmp_path / "good", seed=1)
+    drafter = {"method": "draft_model", "checkpoint": str(good), "gamma": 2}
+    assert run(tmp_path, "build", str(write_spec(tmp_path, checkpoint, drafter=drafter)))[0] == 0
+    assert open_bundle(tmp_path / "build/bundles/tiny").manifest.pairing is not None
+
+    foreign = make_checkpoint(tmp_path / "foreign", seed=1)
+    text = (foreign / "tokenizer.json").read_text()
+    data = json.loads(text)
+    vocab = data["model"]["vocab"]
+    a, b = list(vocab)[5:7]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    (foreign / "tokenizer.json").write_text(json.dumps(data))
+    drafter = {"method": "draft_model", "checkpoint": str(foreign), "gamma": 2}
+    code, _, err = run(tmp_path, "build", str(write_spec(tmp_path, checkpoint, "other", drafter=drafter)))
+    assert code == 1
+    assert "pairing." in err
+    assert not (tmp_path / "build/bundles/other").exists()
+
+
+def test_second_run_changes_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    spec = str(write_spec(tmp_path, checkpoint))
+    assert run(tmp_path, "build", spec)[0] == 0
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "build").rglob("*")}
+    assert run(tmp_path, "build", spec)[0] == 0
+    after = {p: p.stat().st_mtime_ns for p in (tmp_path / "build").rglob("*")}
+    files = {p for p in before if p.is_file() and p.suffix != ".lock"}
+    assert {p: before[p] for p in files} == {p: after[p] for p in files}
+
+
+def test_dry_run_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    code, out, _ = run(tmp_path, "build", "--dry-run", str(write_spec(tmp_path, checkpoint)))
+    assert code == 0
+    assert "emit" in out
+    assert "of memory to run" in out
+    assert not (tmp_path / "build").exists()
+
+
+# Runs the command line, but dies of SIGKILL before the N-th call that changes the disk for good.
+DIE_AT = """
+import os, signal, sys
+count, last = 0, int(sys.argv.pop(1))
+def mortal(call):
+    def wrapped(*args, **kwargs):
+        global count
+        count += 1
+        if count == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+    return wrapped
+for name in ("rename", "replace", "link", "fsync"):
+    setattr(os, name, mortal(getattr(os, name)))
+"""
+
+
+def test_killed_at_any_point_the_next_run_finishes(checkpoint: Path, tmp_path: Path) -> None:
+    calm = tmp_path / "calm"
+    calm.mkdir()
+    assert run(calm, "build", str(write_spec(calm, checkpoint)))[0] == 0
+    expected = hashes(calm / "build/bundles/tiny")
+    points = (1, 2, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 24, 27, 30, 35)
+    hurried = tmp_path / "hurried"
+    killed = 0
+    for point in points:
+        shutil.rmtree(hurried, ignore_errors=True)
+        hurried.mkdir()
+        spec = str(write_spec(hurried, checkpoint))
+        died = start(hurried, str(point), "build", spec, main=DIE_AT + MAIN)
+        died.communicate(timeout=60)
+        bundle = hurried / "build/bundles/tiny"
+        if died.returncode == 0:
+            break
+        assert died.returncode == -signal.SIGKILL
+        killed += 1
+        assert not (bundle / "_COMPLETE").exists() or hashes(bundle) == expected
+        assert run(hurried, "build", spec)[0] == 0
+        assert hashes(bundle) == expected
+        assert leftovers(hurried) == []
+    assert killed >= 10
+
+
+def test_interrupt_leaves_nothing_half_written(checkpoint: Path, tmp_path: Path) -> None:
+    spec = str(write_spec(tmp_path, checkpoint))
+    process = start(tmp_path, "build", spec)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "build/cache/compile").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert leftovers(tmp_path) == []
+    assert not (tmp_path / "build/bundles/tiny").exists()
+    assert run(tmp_path, "build", spec)[0] == 0
+
+
+def test_disk_full(checkpoint: Path, tmp_path: Path) -> None:
+    """A file-size limit below the graph's size stands for a full disk."""
+    code, _, err = run(tmp_path, "build", str(write_spec(tmp_path, checkpoint)), file_limit=8_000)
+    assert code == 3
+    assert "machine.disk-full" in err
+    assert leftovers(tmp_path) == []
+    assert not (tmp_path / "build/bundles/tiny").exists()
+
+
+def test_two_builds_at_once(checkpoint: Path, tmp_path: Path) -> None:
+    spec = str(write_spec(tmp_path, checkpoint))
+    both = [start(tmp_path, "build", spec), start(tmp_path, "build", spec)]
+    for process in both:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    open_bundle(tmp_path / "build/bundles/tiny")
+    for stage in STAGES:
+        results = [p for p in (tmp_path / "build/cache" / stage).iterdir() if p.is_dir()]
+        assert len(results) == 1
+
+
+def test_damaged_cache_is_made_again(checkpoint: Path, tmp_path: Path) -> None:
+    spec = str(write_spec(tmp_path, checkpoint))
+    assert run(tmp_path, "build", spec)[0] == 0
+    graph = next((tmp_path / "build/cache/emit").glob("*/step.onnx"))
+    os.truncate(graph, 100)  # the bundle's file is the same inode
+    code, _, err = run(tmp_path, "build", spec)
+    assert code == 0, err
+    open_bundle(tmp_path / "build/bundles/tiny")
+
+
+def test_a_folder_with_other_things_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
+    taken = tmp_path / "build/bundles/tiny"
+    taken.mkdir(parents=True)
+    (taken / "notes.txt").write_text("mine")
+    code, _, err = run(tmp_path, "build", str(write_spec(tmp_path, checkpoint)))
+    assert code == 2
+    assert "build.output" in err
+    assert (taken / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("sections", "code", "rule"),
+    [
+        ({"limits": {"max_seq_len": 257}}, 2, "spec.limits"),
+        ({"drafter": {"method": "layer_skip", "exit_layer": 3, "gamma": 2}}, 2, "spec.limits"),
+        ({"drafter": {"method": "ngram", "gamma": 17}}, 2, "spec.invalid"),
+        ({"target": {"checkpoint": "nowhere"}}, 1, "checkpoint."),
+        ({"quantization": {"scheme": "int8"}}, 1, "quantize.shape"),
+    ],
+)
+def test_refusals_leave_no_bundle(
+    checkpoint: Path, tmp_path: Path, sections: dict[str, object], code: int, rule: str
+) -> None:
+    found, _, err = run(tmp_path, "build", str(write_spec(tmp_path, checkpoint, **sections)))
+    assert found == code, err
+    assert rule in err
+    assert not (tmp_path / "build/bundles/tiny").exists()
+
+
+def test_nan_weights_are_found(tmp_path: Path) -> None:
+    import torch
+
+    model = zoo.make_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 4] = float("nan")
+    folder = make_checkpoint(tmp_path / "m")
+    zoo.save(model, folder)
+    code, _, err = run(tmp_path, "build", str(write_spec(tmp_path, folder)))
+    assert code == 1
+    assert "NaN" in err
+    assert not (tmp_path / "build/bundles/tiny").exists()
