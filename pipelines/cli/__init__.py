@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from typing import Any
 
@@ -77,10 +76,6 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         _show(error, arguments)
         code = error.exit_code
-    except BrokenPipeError:
-        # The reader has left, `| head` for one; keep the interpreter from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     sys.exit(code if isinstance(code, int) else 0)
 
 

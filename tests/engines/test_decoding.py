@@ -225,5 +225,5 @@ def test_bad_requests_are_refused(engines: dict[str, Loaded], request_: Request,
 def test_greedy_engine_refuses_sampling(engines: dict[str, Loaded]) -> None:
     session, facts = engines["ngram"]
     greedy = facts.model_copy(update={"verification": "greedy"})
-    with pytest.raises(RequestError, match="temperature 0.5"):
+    with pytest.raises(RequestError, match=r"temperature 0\.5"):
         Decoder(session, greedy).run([Request([5], 3, sampling=SamplingParams(0.5))])

@@ -1,0 +1,98 @@
+"""The deployment spec: every error names file, line and key, what was found and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engines.errors import TrtspecError
+from pipelines.spec import SpecError, load_spec
+
+GOOD = "name: demo\ntarget: {checkpoint: m}\n"
+
+
+def load(tmp_path: Path, text: str | bytes) -> object:
+    file = tmp_path / "spec.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load_spec(file)
+
+
+def test_defaults(tmp_path: Path) -> None:
+    spec = load_spec(_write(tmp_path, GOOD))
+    assert spec.drafter.method == "none"
+    assert spec.drafter.draft_length == 0
+    assert spec.verification == "exact"
+    assert spec.limits.max_batch_size == 8
+
+
+def _write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "good.yaml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("example", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=str)
+def test_examples_are_valid(example: Path) -> None:
+    assert load_spec(example).name == example.stem
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key", "says"),
+    [
+        (GOOD + "limit: {}\n", 3, "limit", "Did you mean limits?"),
+        (GOOD + "drafter: {metod: ngram}\n", 3, "drafter.metod", "Did you mean method?"),
+        (GOOD + "drafter:\n  method: ngram\n  gamma: 0\n", 5, "drafter.gamma", "greater than or equal to 1"),
+        (GOOD + "drafter: {method: ngram, gamma: 17}\n", 3, "drafter.gamma", "less than or equal to 16"),
+        (GOOD + "drafter: {method: ngram, gamma: two}\n", 3, "drafter.gamma", "'two'"),
+        (GOOD + "drafter: {method: nonsense}\n", 3, "drafter.method", "'none', 'draft_model'"),
+        (GOOD + "drafter: {method: eagle3}\n", 3, "drafter.method", "'eagle3' is not in this version"),
+        (GOOD + "quantization: {scheme: fp8}\n", 3, "quantization.scheme", "not in this version"),
+        (GOOD + "verification: typical\n", 3, "verification", "not in this version"),
+        (
+            GOOD + "compile: [{compiler: tensorrt}]\n",
+            3,
+            "compile.0.compiler",
+            "'tensorrt' is not in this version",
+        ),
+        (GOOD + "compile: []\n", 3, "compile", "exactly one"),
+        (GOOD + "drafter: {method: ngram, exit_layer: 3}\n", 3, "drafter", "belongs to method layer_skip"),
+        (GOOD + "drafter: {method: none, gamma: 3}\n", 3, "drafter", "gamma without a drafting method"),
+        (GOOD + "drafter: {method: draft_model}\n", 3, "drafter", "needs a checkpoint"),
+        (GOOD + "drafter: {method: layer_skip}\n", 3, "drafter", "needs exit_layer"),
+        (GOOD + "drafter: {method: ngram, min_match: 5, max_match: 2}\n", 3, "drafter", "above max_match"),
+        (GOOD + "limits: {max_seq_len: 1}\n", 3, "limits.max_seq_len", "greater than or equal to 2"),
+        (GOOD + "limits: {max_batch_size: -3}\n", 3, "limits.max_batch_size", "-3"),
+        ("name: ../x\ntarget: {checkpoint: m}\n", 1, "name", "'../x'"),
+        ("target: {checkpoint: m}\n", 1, "name", "missing"),
+        ("name: demo\n", 1, "target", "missing"),
+        (GOOD + "name: again\n", 3, "name", "stands twice"),
+        (GOOD + "limits: {max_seq_len: 5, max_seq_len: 6}\n", 3, "limits.max_seq_len", "stands twice"),
+        (GOOD + "drafter: [\n", 4, "", "not YAML"),
+        (GOOD + "drafter: !!python/object/apply:os.system [ls]\n", 3, "drafter", ""),
+    ],
+)
+def test_errors_name_the_place(tmp_path: Path, text: str, line: int, key: str, says: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path, text)
+    error = caught.value
+    assert f"spec.yaml:{line}" in error.place
+    assert key in str(error)
+    assert says in str(error)
+    assert error.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "- a\n", "just text", "a: &x 1\nb: *x\n", b"\xff\xfe", "x: " + "[" * 5000, "name: [\x00]"],
+    ids=["empty", "list", "text", "alias", "not utf-8", "deep", "control character"],
+)
+def test_hostile_files(tmp_path: Path, text: str | bytes) -> None:
+    with pytest.raises(TrtspecError) as caught:
+        load(tmp_path, text)
+    assert caught.value.exit_code == 2
+
+
+def test_too_large(tmp_path: Path) -> None:
+    with pytest.raises(TrtspecError, match="larger"):
+        load(tmp_path, GOOD + "#" * (1 << 20))
