@@ -56,10 +56,10 @@ def child(path: Path) -> None:
 
 
 def capacities(path: Path) -> None:
+    import numpy as np
+
     from builders.compilers.onnxruntime import _inputs
     from engines.sessions.onnxruntime import OnnxSession
-
-    import numpy as np
 
     bundle = open_bundle(path)
     base = bundle.manifest.engine
