@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import resource
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from builders.compilers.onnxruntime import compile_step  # noqa: E402
 from engines.bundle import EngineFacts, open_bundle  # noqa: E402
 
 
@@ -56,32 +55,17 @@ def child(path: Path) -> None:
 
 
 def capacities(path: Path) -> None:
-    import numpy as np
-
-    from builders.compilers.onnxruntime import _inputs
-    from engines.sessions.onnxruntime import OnnxSession
-
+    """One session after the other: several at once would spin against each other."""
     bundle = open_bundle(path)
     base = bundle.manifest.engine
     print("\n| cache capacity | step with 0 drafts | with 4 |\n|---|---|---|")
-    sessions = {}
     for capacity in (1024, 4096, 16384):
-        facts = EngineFacts.model_validate({**base.model_dump(), "cache_capacity": capacity})
-        sessions[capacity] = (OnnxSession(bundle.file(base.graph), facts, threads=2, slots=1), facts)
-    times: dict[tuple[int, int], list[float]] = {}
-    for session, facts in sessions.values():
-        session.reserve(300)
-        session.step(_inputs(facts, np.ones((1, 256), np.int64), 0, 0))
-    for _ in range(20):
-        for capacity, (session, facts) in sessions.items():
-            for drafts in (0, 4):
-                inputs = _inputs(facts, np.ones((1, 1), np.int64), 256, drafts)
-                begin = time.perf_counter()
-                session.step(inputs)
-                times.setdefault((capacity, drafts), []).append(time.perf_counter() - begin)
-    for capacity in sessions:
-        cells = [f"{statistics.median(times[capacity, d]) * 1e3:.1f} ms" for d in (0, 4)]
-        print(f"| {capacity} | {' | '.join(cells)} |")
+        facts = EngineFacts.model_validate(
+            {**base.model_dump(), "cache_capacity": capacity, "max_seq_len": capacity, "gamma": 4}
+        )
+        found = compile_step(bundle.file(base.graph), facts, threads=2)
+        cells = [f"{found.plain_seconds * cost * 1e3:.1f} ms" for cost in (1.0, found.step_cost[4])]
+        print(f"| {capacity} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.slow
 CHECKPOINTS = Path(__file__).parents[2] / "build" / "checkpoints"
 TARGET = CHECKPOINTS / "smollm2-135m"
 DRAFTER = CHECKPOINTS / "smollm2-135m-first-8"
+TOKENS = 16
+STOP = 2  # <|im_end|>
 TEXT = "In 2024, 1,234 researchers met in Zürich; def f(x): return x**2  # naïve 🙂 approach, isn't it?"
 
 
@@ -38,6 +40,20 @@ def prompts(codec: TextCodec) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def reference() -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def expected(reference: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
+    """transformers' greedy output of TOKENS tokens for each prompt, without the stop token."""
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            output = reference.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS
+            )
+        outputs.append([t for t in output[0, len(prompt) :].tolist() if t != STOP])
+    return outputs
 
 
 def load(method: str, out: Path, gamma: int = 4) -> tuple[OnnxSession, EngineFacts]:
@@ -70,26 +86,19 @@ def test_logits_equal_transformers(reference: torch.nn.Module, codec: TextCodec,
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "layer_skip"])
 def test_greedy_text_is_the_targets(
-    method: str, reference: torch.nn.Module, prompts: list[list[int]], tmp_path: Path
+    method: str, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    """Eight prompts decoded together with drafts, against transformers one by one."""
+    """All prompts decoded together with drafts, against transformers one by one."""
     session, facts = load(method, tmp_path)
-    requests = [Request(p, 24) for p in prompts]
-    found = Decoder(session, facts).run(requests)
-    for request, completion in zip(requests, found, strict=True):
-        ids = torch.tensor([request.prompt])
-        with torch.no_grad():
-            output = reference.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24
-            )
-        expected = [t for t in output[0, ids.shape[1] :].tolist() if t != 2]
+    found = Decoder(session, facts).run([Request(p, TOKENS) for p in prompts])
+    for prompt, plain, completion in zip(prompts, expected, found, strict=True):
 
-        def gap(i: int, request: Request = request, expected: list[int] = expected) -> float:
-            logits = np.sort(Decoder(session, facts).next_logits([*request.prompt, *expected[:i]]))
+        def gap(i: int, ids: list[int] = prompt, plain: list[int] = plain) -> float:
+            logits = np.sort(Decoder(session, facts).next_logits([*ids, *plain[:i]]))
             return float(logits[-1] - logits[-2])
 
-        stopped = [t for t in completion.tokens if t != 2]
-        divergence = compare_greedy(expected, stopped, gap, TOLERANCES["F32"])
+        tokens = [t for t in completion.tokens if t != STOP]
+        divergence = compare_greedy(plain, tokens, gap, TOLERANCES["F32"])
         assert divergence is None or divergence.allowed, divergence
     drafted = sum(c.acceptance.drafted for c in found)
     assert drafted > 0
