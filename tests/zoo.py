@@ -112,7 +112,7 @@ def engine_facts(target: Checkpoint, **changes: object) -> EngineFacts:
         "verification": "exact",
         "precision": "fp32",
         "lossless": True,
-        "max_batch_size": 4,
+        "max_batch_size": 8,
         "max_seq_len": 96,
         "cache_capacity": 96,
         "vocab_size": config.vocab_size,

@@ -18,6 +18,7 @@ import onnxruntime as ort
 from engines.bundle import CacheShape, EngineFacts
 from engines.errors import EngineError
 from engines.sessions.base import StepInputs, StepOutputs
+from engines.sessions.hugepages import collapse_anonymous_memory
 
 __all__ = ["OnnxSession"]
 
@@ -92,6 +93,7 @@ class OnnxSession:
             raise EngineError(
                 f"onnxruntime {ort.__version__} refuses the graph: {error}", place=graph
             ) from error
+        collapse_anonymous_memory()  # the packed weights: all of them are read in every step
         self._inputs = {i.name for i in self._session.get_inputs()}
         names = [o.name for o in self._session.get_outputs()]
         self._results = [n for n in names if not n.endswith(".out")]

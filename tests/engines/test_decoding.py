@@ -65,16 +65,17 @@ def assert_same(loaded: Loaded, request: Request, plain: list[int], other: list[
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("gamma", range(1, GAMMA + 1))
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", [1, 8])
 def test_greedy_speculation_equals_plain_decoding(
     engines: dict[str, Loaded], method: str, gamma: int, batch: int
 ) -> None:
-    asked = prompts(batch, seed=gamma)
-    plain = run(engines[method], [Request(p, 40, gamma=0) for p in asked])
-    for size in range(0, batch, batch):
-        requests = [Request(p, 40, gamma=gamma) for p in asked[size : size + batch]]
-        for request, expected, got in zip(requests, plain, run(engines[method], requests), strict=True):
-            assert_same(engines[method], request, expected.tokens, got.tokens)
+    asked = prompts(8, seed=gamma)
+    plain = [run(engines[method], [Request(p, 24, gamma=0)])[0].tokens for p in asked]
+    for start in range(0, len(asked), batch):
+        requests = [Request(p, 24, gamma=gamma) for p in asked[start : start + batch]]
+        found = run(engines[method], requests)
+        for request, expected, got in zip(requests, plain[start:], found, strict=False):
+            assert_same(engines[method], request, expected, got.tokens)
             assert got.acceptance.drafted > 0 or method == "ngram"
 
 
