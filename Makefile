@@ -34,7 +34,7 @@ format: $(STAMP)  ## format the code and mend what the linter can mend
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## measure against the peers (sets up an environment for them)
+bench: build-engines  ## measure against the peers (sets up an environment for them)
 	@benchmarks/prepare_peers.sh
 	@$(BIN)/python benchmarks/speed.py
 

@@ -19,9 +19,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engines.errors import BundleError
-from engines.files import atomic_write, read_json, resolve_inside, sha256_file
+from engines.files import atomic_write, read_json, read_text, resolve_inside, sha256_file
 
 __all__ = [
+    "COMPLETE",
+    "MANIFEST",
     "Bundle",
     "CacheShape",
     "CheckpointFacts",
@@ -29,6 +31,7 @@ __all__ = [
     "FileFacts",
     "Manifest",
     "open_bundle",
+    "read_manifest",
     "seal_bundle",
 ]
 
@@ -201,14 +204,7 @@ def open_bundle(path: Path) -> Bundle:
         MissingFileError, UnexpectedFileError: the folder's files are not the manifest's.
         SchemaError: another schema version, unknown or missing fields.
     """
-    manifest_file, complete_file = path / MANIFEST, path / COMPLETE
-    for file in (manifest_file, complete_file):
-        if not file.is_file():
-            raise IncompleteBundleError(f"no {file.name}", place=path, allowed="a finished bundle's folder")
-    digest = sha256_file(manifest_file)
-    if complete_file.read_bytes()[:100].strip() != digest.encode():
-        raise EditedBundleError("the manifest was changed after the build", place=manifest_file)
-    manifest = _parse(manifest_file)
+    manifest = read_manifest(path)
     found = {f.relative_to(path).as_posix() for f in path.rglob("*") if not f.is_dir()}
     found -= {MANIFEST, COMPLETE}
     for relative in sorted(set(manifest.files) - found):
@@ -224,6 +220,21 @@ def open_bundle(path: Path) -> Bundle:
         if actual != facts.sha256:
             raise EditedBundleError(f"SHA-256 {actual}", place=file, allowed=facts.sha256)
     return Bundle(path, manifest)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """A finished bundle's manifest; the other files are not looked at.
+
+    Raises:
+        IncompleteBundleError, EditedBundleError, SchemaError: see `open_bundle`.
+    """
+    manifest_file, complete_file = path / MANIFEST, path / COMPLETE
+    for file in (manifest_file, complete_file):
+        if not file.is_file():
+            raise IncompleteBundleError(f"no {file.name}", place=path, allowed="a finished bundle's folder")
+    if read_text(complete_file, max_bytes=100).strip() != sha256_file(manifest_file):
+        raise EditedBundleError("the manifest was changed after the build", place=manifest_file)
+    return _parse(manifest_file)
 
 
 def _parse(file: Path) -> Manifest:

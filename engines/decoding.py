@@ -156,7 +156,7 @@ class Decoder:
         """Queue a request; returns its id.
 
         Args:
-            on_tokens: called with the new output tokens of each step; returns True to stop.
+            on_tokens: called with each new output token; returns True to stop behind it.
 
         Raises:
             RequestError: the prompt is empty or too long, a token or γ is out of range.
@@ -214,7 +214,7 @@ class Decoder:
         return finished
 
     def next_logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """The target's logits [vocabulary] behind `tokens`, in plain steps. Only between requests.
+        """The target's logits [vocabulary] behind `tokens`, without drafting. Only between requests.
 
         Raises:
             RequestError: as for a prompt.
@@ -376,14 +376,15 @@ class Decoder:
                 sequence.reason = FinishReason.STOP_TOKEN
                 break
             kept.append(token)
+            if sequence.on_tokens is not None and sequence.on_tokens([token]):
+                sequence.reason = FinishReason.STOP_TEXT
+                break
             if len(sequence.tokens) + len(kept) >= sequence.end:
                 sequence.reason = FinishReason.LENGTH
                 break
         sequence.tokens += kept
         if sequence.ngrams is not None:
             sequence.ngrams.extend(kept)
-        if kept and sequence.on_tokens is not None and sequence.on_tokens(kept):
-            sequence.reason = FinishReason.STOP_TEXT
 
     def _leave(self) -> dict[int, Completion]:
         """Free the slots of finished sequences; the last slots' caches move into the gaps."""

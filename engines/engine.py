@@ -7,6 +7,7 @@ result.text, result.acceptance.acceptance_rate
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 
 from engines.acceptance import AcceptanceStats
 from engines.bundle import Bundle, EngineFacts, open_bundle
-from engines.decoding import Completion, Decoder, FinishReason, PhaseTimes, Request
+from engines.decoding import Completion, Decoder, FinishReason, PhaseTimes, Request, RequestError
 from engines.sampling import SamplingParams
 from engines.sessions.base import StepSession
 from engines.sessions.onnxruntime import OnnxSession
@@ -106,10 +107,15 @@ class Engine:
             if self.codec.chat_template is None:
                 return self.codec.encode(prompt)
             return self.codec.encode_chat([{"role": "user", "content": prompt}])
-        ids = [item for item in prompt if isinstance(item, int)]
-        if len(ids) == len(prompt):
-            return ids
-        return self.codec.encode_chat([item for item in prompt if isinstance(item, Mapping)])
+        messages = [item for item in prompt if isinstance(item, Mapping)]
+        if messages and len(messages) == len(prompt):
+            return self.codec.encode_chat(messages)
+        try:
+            return [operator.index(item) for item in prompt]  # type: ignore[arg-type]
+        except TypeError as error:
+            raise RequestError(
+                "a mixed list", place="prompt", allowed="text, a list of messages, or a list of token ids"
+            ) from error
 
     def top_gap(self, tokens: Sequence[int]) -> float:
         """Top-1 minus top-2 logit behind `tokens`: how near the argmax is to flipping."""
@@ -165,20 +171,20 @@ class Engine:
         """
         begin = time.perf_counter()
         streams: dict[int, tuple[int, _Stream]] = {}
-        for index, prompt in enumerate(prompts):
-            show = None if on_text is None else _bind(on_text, index)
-            stream = _Stream(self.codec, stop, show)
-            request = Request(
-                prompt=self.encode(prompt),
-                max_new_tokens=max_new_tokens,
-                sampling=sampling or SamplingParams(),
-                stop_tokens=None if stop_tokens is None else frozenset(stop_tokens),
-                gamma=gamma,
-                sequence=index,
-            )
-            streams[self._decoder.submit(request, stream.push)] = (index, stream)
         results: dict[int, Generation] = {}
         try:
+            for index, prompt in enumerate(prompts):
+                show = None if on_text is None else _bind(on_text, index)
+                stream = _Stream(self.codec, stop, show)
+                request = Request(
+                    prompt=self.encode(prompt),
+                    max_new_tokens=max_new_tokens,
+                    sampling=sampling or SamplingParams(),
+                    stop_tokens=None if stop_tokens is None else frozenset(stop_tokens),
+                    gamma=gamma,
+                    sequence=index,
+                )
+                streams[self._decoder.submit(request, stream.push)] = (index, stream)
             while len(results) < len(streams):
                 for request_id, done in self._decoder.step().items():
                     index, stream = streams[request_id]

@@ -100,7 +100,7 @@ class EngineError(TrtspecError):
     """An engine produced something that it must not."""
 
     rule = "engine.failed"
-    remedy_text = "Check the checkpoint's weights; build again with --debug."
+    remedy_text = "Check the checkpoint's weights; build again with trtspec --debug build."
 
 
 class UsageError(TrtspecError):

@@ -117,16 +117,34 @@ def publish_folder(path: Path) -> Iterator[Path]:
                 if file.is_file() and file.stat().st_nlink == 1:  # a linked file was synced at its source
                     _sync_file(file)
         folder.chmod(0o755)
-        if path.exists():
-            old = folder.with_name(folder.name + ".old")
-            path.rename(old)
-            folder.rename(path)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            folder.rename(path)
+        _swap(folder, path)
         _sync_folder(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _swap(folder: Path, path: Path) -> None:
+    """Put `folder` in the place of `path`; another process may do the same at the same time."""
+    old = folder.with_name(folder.name + ".old")
+    try:
+        for _ in range(10):
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(old)
+            try:
+                folder.rename(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                shutil.rmtree(old, ignore_errors=True)  # the other one was quicker: replace its result
+            else:
+                return
+        raise FileError("other processes keep writing it", place=path)
+    except BaseException:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _sweep(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,18 +59,25 @@ class TextCodec:
         """
         if self.chat_template is None:
             raise ChatTemplateError("this model has no chat template", place="messages")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
 
         def refuse(message: str) -> None:
             raise TemplateError(message)
 
         environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = time.strftime
+        # As transformers renders it: no HTML escapes, and letters as they are.
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
         special = {k: _content(v) for k, v in self._config.items() if k.endswith("_token")}
         try:
             text = environment.from_string(self.chat_template).render(
                 messages=list(messages), add_generation_prompt=True, **special
             )
-        except TemplateError as error:
+        except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ChatTemplateError(str(error), place="chat_template.jinja") from error
         return self.encode(text)
 

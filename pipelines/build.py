@@ -18,20 +18,22 @@ from typing import Any
 from builders.checkpoints.reader import read_checkpoint
 from builders.checkpoints.types import Checkpoint
 from engines.bundle import (
+    COMPLETE,
     MANIFEST,
     Bundle,
     CacheShape,
     CheckpointFacts,
     EngineFacts,
     open_bundle,
+    read_manifest,
     seal_bundle,
 )
-from engines.errors import BundleError, EngineError, MachineError, UsageError
+from engines.errors import BundleError, EngineError, MachineError, TrtspecError, UsageError
 from engines.exactness import TOLERANCES
-from engines.files import link_or_copy, need_space, publish_folder, sha256_file
+from engines.files import atomic_write, link_or_copy, need_space, publish_folder, sha256_file
 from pipelines.console import BuildConsole, duration, megabytes
 from pipelines.spec import DeploymentSpec
-from pipelines.stages import Progress, Result, Stage, StageCache, source_digest
+from pipelines.stages import RECORD, Progress, Result, Stage, StageCache, source_digest
 
 __all__ = ["Build", "BuildRow", "Estimate", "LosslessnessError", "prompt_set", "summary"]
 
@@ -70,11 +72,10 @@ class NotEnoughMemoryError(MachineError):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a build will need. Bytes and seconds; `ram` is the engine's when it runs."""
+    """Bytes that a build will need; `ram` is the engine's when it runs, `disk` what is not linked."""
 
     ram: int
     disk: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Build:
     threads: int = 0
     command: Sequence[str] = ()
     console: BuildConsole = field(default_factory=BuildConsole)
+    _seconds: dict[str, float] = field(default_factory=dict, init=False)
 
     # -- the stages -------------------------------------------------------------------------------
 
@@ -113,7 +115,11 @@ class Build:
             return {}
 
         size = source.stat().st_size
-        inputs = {"gguf": sha256_file(source), "code": source_digest("builders.checkpoints")}
+        inputs = {
+            "file": sha256_file(source),
+            "gguf": importlib.metadata.version("gguf"),
+            "code": source_digest("builders.checkpoints", "builders.graph.rope"),
+        }
         return Stage("intake", inputs, work, seconds=size / 15e6, size=6 * size)
 
     @cached_property
@@ -130,7 +136,10 @@ class Build:
     def _checkpoint(self, path: Path) -> Checkpoint:
         if path.suffix == ".gguf" and path.is_file():
             path = self._run(self._convert_stage(path)).folder / "checkpoint"
-        return read_checkpoint(path)
+        checkpoint = read_checkpoint(path)
+        for warning in checkpoint.warnings:
+            self.console.line(f"{self.spec.name}: warning: {warning}")
+        return checkpoint
 
     @cached_property
     def vocab_size(self) -> int:
@@ -147,8 +156,12 @@ class Build:
         def work(folder: Path, progress: Progress) -> Mapping[str, Any]:
             return pair(target, drafter, max_seq_len=limit).to_dict()
 
-        code = source_digest("builders.pairing", "builders.checkpoints")
-        inputs = {"target": target.fingerprint, "drafter": drafter.fingerprint, "limit": limit, "code": code}
+        inputs = {
+            "fingerprints": [target.fingerprint, drafter.fingerprint],
+            "texts": [_text_digests(target), _text_digests(drafter)],
+            "limit": limit,
+            "code": source_digest("builders"),
+        }
         return Stage("pairing", inputs, work)
 
     def _quantize_stage(self) -> Stage:
@@ -161,7 +174,7 @@ class Build:
             return {}
 
         size = _weight_bytes(target) // 2
-        inputs = {"weights": _digests(target), "code": source_digest("builders.quantize")}
+        inputs = {"weights": _digests(target), "code": source_digest("builders")}
         return Stage("quantize", inputs, work, seconds=size / 60e6, size=size)
 
     def _emit_stage(self, target: Checkpoint, drafter: Checkpoint | None) -> Stage:
@@ -186,11 +199,13 @@ class Build:
                 locations=locations,
                 out=folder,
             )
-            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-                source = self.target.path / name
-                if source.exists():
-                    (folder / "tokenizer").mkdir(exist_ok=True)
-                    shutil.copyfile(source, folder / "tokenizer" / name)
+            (folder / "tokenizer").mkdir()
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                if (self.target.path / name).exists():
+                    shutil.copyfile(self.target.path / name, folder / "tokenizer" / name)
+            template = self.target.tokenizer.chat_template if self.target.tokenizer else None
+            if template is not None:  # wherever the checkpoint keeps it
+                atomic_write(folder / "tokenizer" / "chat_template.jinja", template)
             draft_cache = graph.draft_cache.model_dump() if graph.draft_cache else None
             return {
                 "nodes": graph.nodes,
@@ -200,13 +215,14 @@ class Build:
             }
 
         inputs = {
-            "weights": _digests(target) | (_digests(drafter) if drafter else {}),
+            "weights": {"target": _digests(target), "drafter": _digests(drafter) if drafter else {}},
             "configs": [repr(c.config) for c in (target, drafter) if c],
-            "tokenizer": _tokenizer_digests(self.target.path),
+            "texts": _text_digests(self.target),
+            "onnx": importlib.metadata.version("onnx"),
             "drafter": spec.drafter.model_dump(mode="json", exclude={"checkpoint"}),
             "max_seq_len": spec.limits.max_seq_len,
             "vocab_size": self.vocab_size,
-            "code": source_digest("builders.graph", "engines.verification", "engines.sampling"),
+            "code": source_digest("builders", "engines", "pipelines.build"),
         }
         return Stage("emit", inputs, work, seconds=1.0, size=1_000_000)
 
@@ -220,10 +236,10 @@ class Build:
             "graph": emit.key,
             "facts": facts.model_dump(mode="json"),
             "threads": self.threads,
-            "machine": [platform.machine(), platform.processor(), os.cpu_count()],
+            "machine": [platform.machine(), _processor(), os.cpu_count()],
             "onnxruntime": importlib.metadata.version("onnxruntime"),
             "prompts": hashlib.sha256(json.dumps(prompt_set()).encode()).hexdigest(),
-            "code": source_digest("builders.compilers", "engines"),
+            "code": source_digest("builders.compilers", "engines", "pipelines.build"),
         }
         return Stage("compile", inputs, work, seconds=40.0)
 
@@ -331,14 +347,18 @@ class Build:
             self._seconds[stage.name] = self._seconds.get(stage.name, 0.0) + found.seconds
         return found
 
-    _seconds: dict[str, float] = field(default_factory=dict)
-
     def _check_output(self) -> None:
-        """Only a bundle may be replaced."""
-        if self.out.is_dir() and (not any(self.out.iterdir()) or (self.out / MANIFEST).exists()):
+        """Only a bundle may be replaced, and only if nothing else lies in its folder."""
+        if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
             return
-        if self.out.exists():
-            raise OutputError("it is there and is no bundle", place=self.out, allowed="a bundle, or nothing")
+        try:
+            ours = set(read_manifest(self.out).files) | {MANIFEST, COMPLETE}
+            found = {f.relative_to(self.out).as_posix() for f in self.out.rglob("*") if not f.is_dir()}
+            strange = sorted(found - ours)
+        except TrtspecError:
+            strange = ["something that is no bundle"]
+        if strange:
+            raise OutputError(f"it holds {strange[0]}", place=self.out, allowed="a bundle, or nothing")
 
     def _check_limits(self) -> None:
         config, spec = self.target.config, self.spec
@@ -385,7 +405,7 @@ class Build:
         with publish_folder(self.out) as folder:
             for file in sorted(emitted.folder.rglob("*")):
                 relative = file.relative_to(emitted.folder)
-                if file.is_file() and not file.name.startswith("_"):
+                if file.is_file() and file.name != RECORD:
                     link_or_copy(file, folder / relative)
             created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             seal_bundle(folder, manifest | {"created": created})
@@ -406,21 +426,25 @@ class Build:
     # -- planning ---------------------------------------------------------------------------------
 
     def plan(self) -> Iterator[tuple[str, str, str]]:
-        """(stage, state, note) in order, without writing anything."""
-        gguf = [
-            p
-            for p in (self.spec.target.checkpoint, self.spec.drafter.checkpoint)
-            if p and p.suffix == ".gguf"
-        ]
-        for path in gguf:
+        """(stage, state, note) in order, without writing anything.
+
+        Raises:
+            TrtspecError: what would stop the build is found now.
+        """
+        self._check_output()
+        for path in (self.spec.target.checkpoint, self.spec.drafter.checkpoint):
+            if path is None or path.suffix != ".gguf" or not path.is_file():
+                continue
             stage = self._convert_stage(path)
             if self.cache.find(stage) is None:
                 yield "intake", "to run", f"convert {path}, about {duration(stage.seconds)}"
                 yield "…", "to run", "the stages behind it follow from the converted checkpoint"
                 return
             yield "intake", "cached", str(path)
-        if not gguf:
-            yield "intake", "read", str(self.target.path)
+        self._check_limits()
+        yield "intake", "read", str(self.target.path)
+        need = self.estimate()
+        yield "needs", "", f"about {megabytes(need.ram)} of memory to run, {megabytes(need.disk)} of disk"
         stages: list[Stage] = []
         if self.drafter is not None:
             stages.append(self._pairing_stage(self.drafter))
@@ -466,7 +490,7 @@ class Build:
                 disk += size
             weights += size
             cache += 2 * c.num_layers * c.num_kv_heads * c.head_dim * positions * limits.max_batch_size * 4
-        return Estimate(ram=int(weights * 1.3) + cache + 150_000_000, disk=disk + 5_000_000, seconds=45.0)
+        return Estimate(ram=int(weights * 1.3) + cache + 150_000_000, disk=disk + 5_000_000)
 
 
 def _checkpoint_facts(checkpoint: Checkpoint) -> CheckpointFacts:
@@ -487,9 +511,19 @@ def _digests(checkpoint: Checkpoint) -> dict[str, str]:
     return {file.name: sha256_file(file) for file in checkpoint.files}
 
 
-def _tokenizer_digests(folder: Path) -> dict[str, str]:
-    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-    return {name: sha256_file(folder / name) for name in names if (folder / name).exists()}
+def _text_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """Of everything beside the weights that intake reads."""
+    files = sorted([*checkpoint.path.glob("*.json"), *checkpoint.path.glob("*.jinja")])
+    return {file.name: sha256_file(file) for file in files}
+
+
+def _processor() -> str:
+    """The processor's model name, where the system tells; timings hold for one model only."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _memory() -> int:
@@ -517,9 +551,10 @@ def summary(rows: Sequence[BuildRow], console: BuildConsole) -> None:
         if "speedup" in found:
             drafted = facts.gamma > 0
             rate = found["acceptance"]["acceptance_rate"]
+            length = found["acceptance"]["mean_acceptance_length"]
             cells += [
                 f"{rate:.0%}" if drafted and rate is not None else "–",
-                f"{found['acceptance']['mean_acceptance_length']:.2f}" if drafted else "1.00",
+                f"{length:.2f}" if drafted and length is not None else "1.00",
                 f"{found['tokens_per_second']:.1f}",
                 f"{found['speedup']:.2f}" if drafted else "–",
                 ("yes" if found["speedup"] > 1.02 else "no") if drafted else "–",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -39,7 +40,7 @@ class BuildConsole:
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=self.console, transient=True) as bars:
-            task = bars.add_task(label, total=None)
+            task = bars.add_task(escape(label), total=None)
             yield lambda done, total: bars.update(task, completed=done, total=total)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -177,7 +177,11 @@ def _plain(node: yaml.Node | None, key: str, lines: dict[str, int], path: Path) 
         return found
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, f"{key}.{i}", lines, path) for i, item in enumerate(node.value)]
-    return yaml.SafeLoader("").construct_object(node, deep=True)
+    try:
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+    except (AttributeError, LookupError, TypeError) as error:
+        line = node.start_mark.line + 1
+        raise SpecError(f"{node.value!r} is no {node.tag}", place=f"{path}:{line} {key}") from error
 
 
 def _first_error(error: ValidationError, lines: Mapping[str, int], path: Path) -> SpecError:

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import importlib.util
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -114,10 +113,6 @@ class StageCache:
         with (place / f"{stage.key}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # released by the system if this process dies
             yield
-
-    def clear(self) -> None:
-        """Delete every result."""
-        shutil.rmtree(self.root, ignore_errors=True)
 
 
 def _listing(folder: Path) -> dict[str, list[int]]:

@@ -36,6 +36,13 @@ class LayerCountError(UsageError):
     rule = "truncate.layers"
 
 
+class SameFolderError(UsageError):
+    """The result would replace its own source."""
+
+    rule = "truncate.same-folder"
+    remedy_text = "Choose another output folder."
+
+
 def truncate_checkpoint(
     source: Path, layers: int, out: Path, *, progress: Callable[[int, int], None] | None = None
 ) -> Path:
@@ -47,6 +54,8 @@ def truncate_checkpoint(
         DiskFullError: no space; nothing is left behind.
     """
     checkpoint = read_checkpoint(source)
+    if out.resolve() == source.resolve():
+        raise SameFolderError("the folder is the source itself", place=out)
     if layers >= checkpoint.config.num_layers:
         raise LayerCountError(
             f"{layers} layers", place=source, allowed=f"1 … {checkpoint.config.num_layers - 1}"
@@ -60,7 +69,7 @@ def truncate_checkpoint(
     specs = [TensorSpec(n, checkpoint.tensors[n].dtype, checkpoint.tensors[n].shape) for n in names]
     config = json.loads((source / "config.json").read_text("utf-8"))
     config["num_hidden_layers"] = layers
-    if "layer_types" in config:
+    if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:layers]
     files = frozenset({"config.json", "model.safetensors", *_TEXT_FILES})
     with atomic_folder(out, files) as folder:

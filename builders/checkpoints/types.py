@@ -91,7 +91,7 @@ class Checkpoint:
     config: DecoderConfig
     tensors: Mapping[str, TensorRef] = field(repr=False)
     tokenizer: TokenizerFacts | None
-    fingerprint: str  # SHA-256 over config claims and every file's digest
+    fingerprint: str  # SHA-256 over config, tokenizer and the weight files' headers
     warnings: tuple[str, ...] = ()  # claims of config.json that the headers contradict
 
     @property

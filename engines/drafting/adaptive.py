@@ -15,6 +15,7 @@ __all__ = ["DraftLength", "step_cost_at"]
 
 DECAY = 0.9  # old evidence fades: text changes between prose, code and quotes
 PRIOR_WEIGHT = 2.0
+PATIENCE = 0.95  # how slowly a match length that is not tried is forgiven
 
 
 def step_cost_at(curve: Sequence[float], tokens: int) -> float:
@@ -41,6 +42,7 @@ class DraftLength:
 
     def __init__(self, curve: Sequence[float], prior: Sequence[float]) -> None:
         self._curve = curve
+        self._prior = prior
         self._accepted = [PRIOR_WEIGHT * alpha for alpha in prior]
         self._tried = [PRIOR_WEIGHT] * len(prior)
 
@@ -62,9 +64,13 @@ class DraftLength:
 
     def observe(self, match: int, drafted: int, accepted: int) -> None:
         """Learn from a step: `accepted` of `drafted` tokens were accepted."""
-        if drafted == 0:
+        if match == 0:
             return
         kind = self._kind(match)
+        if drafted == 0:  # drift back to the prior, else one bad stretch would end drafting for good
+            self._accepted[kind] += (1 - PATIENCE) * (PRIOR_WEIGHT * self._prior[kind] - self._accepted[kind])
+            self._tried[kind] += (1 - PATIENCE) * (PRIOR_WEIGHT - self._tried[kind])
+            return
         tried = accepted + (accepted < drafted)  # what came after the first rejection tells nothing
         self._accepted[kind] = DECAY * self._accepted[kind] + accepted
         self._tried[kind] = DECAY * self._tried[kind] + tried

@@ -39,10 +39,6 @@ class _Caches:
         size = slots * shape.kv_heads * capacity * shape.head_dim
         self._buffers = [np.zeros(size, np.float32) for _ in self.names]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
-
     def views(self, span: int | None = None) -> list[FloatArray]:
         slots, heads, dim = self._shape
         positions = span or self.span
@@ -102,11 +98,6 @@ class OnnxSession:
         if facts.draft_cache is not None:
             self._drafter = _Caches("drafter", facts.draft_cache, self.slots, facts.cache_capacity)
         self._bindings: dict[tuple[int, int, bool], ort.IOBinding] = {}
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of all caches at full capacity."""
-        return sum(caches.nbytes for caches in self._caches)
 
     @property
     def _caches(self) -> list[_Caches]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from engines.errors import TrtspecError
+from engines.errors import MachineError, TrtspecError
 
 __all__ = ["cli", "main"]
 
@@ -71,12 +71,21 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         code = error.exit_code
-    except TrtspecError as error:
+    except (TrtspecError, OSError, MemoryError) as caught:
         if debug:
             raise
-        _show(error, arguments)
-        code = error.exit_code
+        problem = caught if isinstance(caught, TrtspecError) else _from_system(caught)
+        _show(problem, arguments)
+        code = problem.exit_code
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _from_system(error: OSError | MemoryError) -> TrtspecError:
+    """What the machine refused: no permission, no memory, a folder where a file should be."""
+    if isinstance(error, OSError):
+        place = str(error.filename or "")
+        return MachineError(error.strerror or str(error), place=place, remedy="Check the path.")
+    return MachineError("out of memory", remedy="Lower the limits, or use a larger machine.")
 
 
 def _show(error: TrtspecError, arguments: list[str]) -> None:

@@ -61,16 +61,8 @@ def build(specs: tuple[Path, ...], output_dir: Path, cache_dir: Path, threads: i
 
 def _show_plan(one: object) -> None:
     from pipelines.build import Build
-    from pipelines.console import duration, megabytes
 
     assert isinstance(one, Build)
     click.echo(f"{one.spec.name} → {one.out}")
-    rows = list(one.plan())
-    for stage, state, note in rows:
+    for stage, state, note in one.plan():
         click.echo(f"  {stage:<9} {state:<7} {note}")
-    if all(stage != "…" for stage, _, _ in rows) or "convert" not in rows[0][2]:
-        need = one.estimate()
-        click.echo(
-            f"  needs about {megabytes(need.ram)} of memory to run,"
-            f" {megabytes(need.disk)} of disk, {duration(need.seconds)}"
-        )

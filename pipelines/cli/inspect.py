@@ -32,6 +32,8 @@ def inspect(paths: tuple[Path, ...], form: str) -> None:
         checkpoint = read_checkpoint(path)
         checkpoints.append(checkpoint)
         found.append(describe(checkpoint))
+    if form == "text":
+        _table(found)
     pairing: dict[str, Any] | None = None
     if len(checkpoints) == 2:
         from builders.pairing import pair
@@ -41,7 +43,6 @@ def inspect(paths: tuple[Path, ...], form: str) -> None:
         report: dict[str, Any] = {"found": found, "pairing": pairing}
         click.echo(json.dumps(report, indent=2, ensure_ascii=False))
         return
-    _table(found)
     if pairing is not None:
         click.echo("\nThe drafter fits the target:")
         _table([pairing])
@@ -51,6 +52,7 @@ def _table(records: list[dict[str, Any]]) -> None:
     """One row a field, one column a record; fields that no record has are left out."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     flat = [_flatten(record) for record in records]
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -58,7 +60,7 @@ def _table(records: list[dict[str, Any]]) -> None:
     for _ in flat:
         table.add_column(overflow="fold")
     for field in dict.fromkeys(key for record in flat for key in record):
-        table.add_row(field, *(record.get(field, "–") for record in flat))
+        table.add_row(field, *(Text(record.get(field, "–")) for record in flat))
     Console(highlight=False).print(table)
 
 

@@ -189,7 +189,7 @@ def test_callback_streams_every_token_once_and_can_stop(engines: dict[str, Loade
         done.update(decoder.step())
     assert done[request_id].tokens == seen
     assert done[request_id].reason is FinishReason.STOP_TEXT
-    assert 10 <= len(seen) <= 10 + GAMMA
+    assert len(seen) == 10  # wherever a step's accepted tokens end
 
 
 def test_cancelled_request_frees_its_slot(engines: dict[str, Loaded]) -> None:

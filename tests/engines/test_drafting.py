@@ -81,6 +81,16 @@ def test_match_lengths_are_learned_apart() -> None:
     assert policy.choose(7, 8) == policy.choose(2, 8)  # longer matches share the last estimate
 
 
+def test_a_match_length_that_failed_is_tried_again_later() -> None:
+    policy = DraftLength([1.0, 1.3, 1.6, 1.9], (0.5,))
+    for _ in range(20):
+        policy.observe(1, 3, 0)
+    assert policy.choose(1, 3) == 0
+    for _ in range(100):
+        policy.observe(1, 0, 0)
+    assert policy.choose(1, 3) > 0
+
+
 def test_no_match_no_room_no_draft() -> None:
     policy = DraftLength(CURVE, (0.9,))
     assert policy.choose(0, 8) == 0

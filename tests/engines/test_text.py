@@ -87,6 +87,9 @@ def test_chat_template_can_refuse(codec: TextCodec) -> None:
         "{{ messages.__class__.__mro__[1].__subclasses__() }}",
         "{{ ''.__class__.__base__ }}",
         "{% for i in range(10) %}{{ messages.append(1) }}{% endfor %}",
+        "{{ 1 + 'a' }}",
+        "{{ 1 // 0 }}",
+        "{{ range(10 ** 9) }}",
     ],
 )
 def test_chat_template_cannot_reach_python(codec: TextCodec, template: str) -> None:
@@ -102,3 +105,12 @@ def test_missing_and_broken_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BundleError, match="no usable tokenizer"):
         TextCodec(tmp_path)
+
+
+def test_templates_render_as_transformers_does(codec: TextCodec) -> None:
+    other = TextCodec.__new__(TextCodec)
+    template = "{% for m in messages %}{{ m | tojson }}{% break %}{% endfor %}"
+    other.__dict__.update(codec.__dict__, chat_template=template)
+    assert other.decode(other.encode_chat([{"role": "é", "content": "<b>"}] * 2)) == (
+        '{"role": "é", "content": "<b>"}'
+    )

@@ -287,3 +287,78 @@ def test_nan_weights_are_found(tmp_path: Path) -> None:
     assert code == 1
     assert "NaN" in err
     assert not (tmp_path / "build/bundles/tiny").exists()
+
+
+def test_new_weights_of_the_same_shape_are_not_mistaken_for_the_old(tmp_path: Path) -> None:
+    """Both checkpoints call their file model.safetensors, and headers stay equal."""
+    target, drafter = make_checkpoint(tmp_path / "t"), make_checkpoint(tmp_path / "d", seed=1)
+    spec = write_spec(
+        tmp_path, target, drafter={"method": "draft_model", "checkpoint": str(drafter), "gamma": 1}
+    )
+    assert run(tmp_path, "build", str(spec))[0] == 0
+    before = hashes(tmp_path / "build/bundles/tiny")
+    zoo.save(zoo.make_model("llama", seed=5), target)
+    assert run(tmp_path, "build", str(spec))[0] == 0
+    after = hashes(tmp_path / "build/bundles/tiny")
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"weights/target/model.safetensors"}
+
+
+def test_chat_template_is_taken_from_wherever_it_is(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
+    assert run(tmp_path, "build", str(write_spec(tmp_path, folder)))[0] == 0
+    text = (tmp_path / "build/bundles/tiny/tokenizer/chat_template.jinja").read_text()
+    assert text == "{{ messages[0].content }}!"
+
+
+def test_a_foreign_manifest_is_no_bundle(checkpoint: Path, tmp_path: Path) -> None:
+    taken = tmp_path / "build/bundles/tiny"
+    taken.mkdir(parents=True)
+    (taken / "manifest.json").write_text("{}")
+    code, _, err = run(tmp_path, "build", str(write_spec(tmp_path, checkpoint)))
+    assert code == 2, err
+    assert (taken / "manifest.json").read_text() == "{}"
+
+
+def test_own_files_in_a_bundle_are_not_deleted(checkpoint: Path, tmp_path: Path) -> None:
+    spec = str(write_spec(tmp_path, checkpoint))
+    assert run(tmp_path, "build", spec)[0] == 0
+    notes = tmp_path / "build/bundles/tiny/notes.txt"
+    notes.write_text("mine")
+    assert run(tmp_path, "build", spec)[0] == 2
+    assert notes.read_text() == "mine"
+
+
+def test_dry_run_finds_what_would_stop_the_build(checkpoint: Path, tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, checkpoint, limits={"max_seq_len": 257})
+    code, _, err = run(tmp_path, "build", "--dry-run", str(spec))
+    assert code == 2
+    assert "spec.limits" in err
+    code, _, err = run(tmp_path, "build", "--dry-run", str(write_spec(tmp_path, tmp_path / "none.gguf")))
+    assert code == 1, err
+
+
+def test_truncate(checkpoint: Path, tmp_path: Path) -> None:
+    code, _, err = run(tmp_path, "truncate", str(checkpoint), "--layers", "2", "-o", "short")
+    assert code == 0, err
+    from builders.checkpoints.reader import read_checkpoint
+
+    short, whole = read_checkpoint(tmp_path / "short"), read_checkpoint(checkpoint)
+    assert short.config.num_layers == 2
+    name = "model.layers.1.mlp.down_proj.weight"
+    for a, b in ((short.tensors[name], whole.tensors[name]),):
+        first = a.file.read_bytes()[a.offset : a.offset + a.length]
+        assert first == b.file.read_bytes()[b.offset : b.offset + b.length]
+    assert run(tmp_path, "truncate", str(checkpoint), "--layers", "3", "-o", "x")[0] == 2
+    assert run(tmp_path, "truncate", "short", "--layers", "1", "-o", "short")[0] == 2
+    assert read_checkpoint(tmp_path / "short").config.num_layers == 2
+
+
+def test_what_the_system_refuses_is_an_error_of_the_environment(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    spec = str(write_spec(tmp_path, checkpoint))
+    code, _, err = run(tmp_path, "build", spec, "--cache-dir", "file/cache")
+    assert code == 3, err

@@ -73,3 +73,12 @@ def test_reader_that_leaves_hears_no_complaint() -> None:
     command = f"{sys.executable} -m pipelines.cli --help | true"
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert found.stderr == ""
+
+
+def test_markup_in_paths_is_text(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    import zoo
+
+    folder = zoo.save(zoo.make_model("llama"), tmp_path / "[red]a[")
+    code, out, _ = call(capfd, "inspect", str(folder))
+    assert code == 0
+    assert "[red]a[" in out.replace("\n", "").replace(" ", "")

@@ -69,6 +69,9 @@ def test_examples_are_valid(example: Path) -> None:
         (GOOD + "name: again\n", 3, "name", "stands twice"),
         (GOOD + "limits: {max_seq_len: 5, max_seq_len: 6}\n", 3, "limits.max_seq_len", "stands twice"),
         (GOOD + "drafter: [\n", 4, "", "not YAML"),
+        (GOOD + "verification: !!bool maybe\n", 3, "verification", "'maybe'"),
+        (GOOD + "verification: !!int ''\n", 3, "verification", "''"),
+        (GOOD + "verification: !!timestamp x\n", 3, "verification", "'x'"),
         (GOOD + "drafter: !!python/object/apply:os.system [ls]\n", 3, "drafter", ""),
     ],
 )
