@@ -28,7 +28,7 @@ check: $(STAMP)  ## format, lint, types, import rules
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 format: $(STAMP)  ## format the code and mend what the linter can mend
 	@$(BIN)/ruff format .

@@ -17,6 +17,7 @@ __all__ = ["DeploymentSpec", "DrafterSpec", "SpecError", "load_spec"]
 
 MAX_SPEC = 1 << 20
 MAX_GAMMA = 16
+MAX_DEPTH = 16
 LATER = {
     "drafter.method": ("medusa", "eagle", "eagle3", "lookahead"),
     "quantization.scheme": ("fp8",),
@@ -141,8 +142,7 @@ def load_spec(path: Path) -> DeploymentSpec:
     """
     text = read_text(path, max_bytes=MAX_SPEC)
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise SpecError("an alias (*name)", place=path, allowed="values written out")
+        _refuse_bombs(text, path)
         node = yaml.compose(text, yaml.SafeLoader)
         lines: dict[str, int] = {}
         data = _plain(node, "", lines, path)
@@ -157,6 +157,18 @@ def load_spec(path: Path) -> DeploymentSpec:
         return DeploymentSpec.model_validate(data)
     except ValidationError as error:
         raise _first_error(error, lines, path) from error
+
+
+def _refuse_bombs(text: str, path: Path) -> None:
+    """Aliases multiply and deep nesting is quadratic to scan: stop reading at the first of either."""
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise SpecError("an alias (*name)", place=path, allowed="values written out")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise SpecError("lists in lists in lists …", place=path, allowed=f"{MAX_DEPTH} levels")
 
 
 def _plain(node: yaml.Node | None, key: str, lines: dict[str, int], path: Path) -> Any:
