@@ -57,6 +57,13 @@ class OutputError(UsageError):
     remedy_text = "Choose another --output-dir, or move what is there."
 
 
+class NoTokenizerError(UsageError):
+    """The target has no tokenizer, so that no text could go in or come out."""
+
+    rule = "build.no-tokenizer"
+    remedy_text = "Put the model's tokenizer.json and tokenizer_config.json beside its weights."
+
+
 class LimitError(UsageError):
     """The spec's limits do not fit the checkpoint."""
 
@@ -362,6 +369,8 @@ class Build:
 
     def _check_limits(self) -> None:
         config, spec = self.target.config, self.spec
+        if self.target.tokenizer is None:
+            raise NoTokenizerError("no tokenizer.json", place=self.target.path)
         if spec.limits.max_seq_len > config.max_position:
             raise LimitError(
                 f"max_seq_len {spec.limits.max_seq_len}",

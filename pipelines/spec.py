@@ -56,10 +56,10 @@ class DrafterSpec(_Section):
 
     method: Literal["none", "draft_model", "layer_skip", "ngram"] = "none"
     checkpoint: Path | None = None
-    gamma: int = Field(default=4, ge=1, le=MAX_GAMMA)
-    exit_layer: int | None = Field(default=None, ge=1)
-    min_match: int = Field(default=1, ge=1, le=16)
-    max_match: int = Field(default=8, ge=1, le=16)
+    gamma: int = Field(default=4, ge=1, le=MAX_GAMMA, strict=True)
+    exit_layer: int | None = Field(default=None, ge=1, strict=True)
+    min_match: int = Field(default=1, ge=1, le=16, strict=True)
+    max_match: int = Field(default=8, ge=1, le=16, strict=True)
 
     @model_validator(mode="after")
     def _only_its_own_keys(self) -> DrafterSpec:
@@ -97,8 +97,8 @@ class QuantizationSpec(_Section):
 class LimitsSpec(_Section):
     """What one engine holds. `max_seq_len`: prompt and output together, in tokens."""
 
-    max_batch_size: int = Field(default=8, ge=1, le=1024)
-    max_seq_len: int = Field(default=2048, ge=2, le=1 << 20)
+    max_batch_size: int = Field(default=8, ge=1, le=1024, strict=True)
+    max_seq_len: int = Field(default=2048, ge=2, le=1 << 20, strict=True)
 
 
 class CompileSpec(_Section):

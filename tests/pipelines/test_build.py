@@ -312,6 +312,14 @@ def test_chat_template_is_taken_from_wherever_it_is(checkpoint: Path, tmp_path: 
     assert text == "{{ messages[0].content }}!"
 
 
+def test_a_target_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = zoo.save(zoo.make_model("llama"), tmp_path / "m")
+    code, _, err = run(tmp_path, "build", str(write_spec(tmp_path, folder)))
+    assert code == 2
+    assert "build.no-tokenizer" in err
+    assert not (tmp_path / "build/bundles").exists()
+
+
 def test_a_foreign_manifest_is_no_bundle(checkpoint: Path, tmp_path: Path) -> None:
     taken = tmp_path / "build/bundles/tiny"
     taken.mkdir(parents=True)

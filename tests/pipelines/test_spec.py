@@ -45,6 +45,8 @@ def test_examples_are_valid(example: Path) -> None:
         (GOOD + "drafter:\n  method: ngram\n  gamma: 0\n", 5, "drafter.gamma", "greater than or equal to 1"),
         (GOOD + "drafter: {method: ngram, gamma: 17}\n", 3, "drafter.gamma", "less than or equal to 16"),
         (GOOD + "drafter: {method: ngram, gamma: two}\n", 3, "drafter.gamma", "'two'"),
+        (GOOD + "drafter: {method: ngram, gamma: true}\n", 3, "drafter.gamma", "True"),
+        (GOOD + "drafter: {method: ngram, gamma: 4.0}\n", 3, "drafter.gamma", "4.0"),
         (GOOD + "drafter: {method: nonsense}\n", 3, "drafter.method", "'none', 'draft_model'"),
         (GOOD + "drafter: {method: eagle3}\n", 3, "drafter.method", "'eagle3' is not in this version"),
         (GOOD + "quantization: {scheme: fp8}\n", 3, "quantization.scheme", "not in this version"),

@@ -35,7 +35,7 @@ def test_every_row_of_a_chain_equals_transformers(family: str, tmp_path: Path) -
     assert close(out.logits, reference_logits(model, ids))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window", "qwen3", "yarn-rope"])
+@pytest.mark.parametrize("family", sorted(zoo.FAMILIES))
 def test_ragged_batch_with_past(family: str, tmp_path: Path) -> None:
     """Prompts of several lengths, padded together, then a verify step over the filled cache."""
     model = zoo.make_model(family)
@@ -89,6 +89,17 @@ def test_sixteen_bit_weights_compute_in_float32(dtype: torch.dtype, tmp_path: Pa
     )
     assert out.logits is not None
     assert close(out.logits, reference_logits(model, ids))
+
+
+def test_sharded_checkpoint(tmp_path: Path) -> None:
+    model = zoo.make_model("qwen3")
+    model.save_pretrained(tmp_path / "m", max_shard_size="40KB")
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 2
+    session, _ = zoo.make_session(tmp_path / "m", tmp_path / "b")
+    ids = np.random.default_rng(7).integers(3, 97, (1, 9))
+    out = session.step(zoo.step_inputs(ids, [0]), want_logits=True)
+    assert out.logits is not None
+    assert close(out.logits[0, 0], reference_logits(model, ids)[0, -1])
 
 
 def test_padded_vocabulary_rows_are_cut(tmp_path: Path) -> None:
