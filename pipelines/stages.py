@@ -50,8 +50,7 @@ class Stage:
     @functools.cached_property
     def key(self) -> str:
         """Hex SHA-256 over name and inputs."""
-        text = json.dumps([self.name, self.inputs], sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        return _digest([self.name, self.inputs])[:32]
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,9 @@ class StageCache:
         folder = self.root / stage.name / stage.key
         try:
             record = read_json(folder / RECORD, max_bytes=MAX_RECORD)
-            if record["files"] == _listing(folder):
+            if record.pop("digest") == _digest(record) and record["files"] == _listing(folder):
                 return Result(folder, record["facts"], float(record["seconds"]), cached=True)
-        except (TrtspecError, KeyError, TypeError, ValueError):
+        except (TrtspecError, OSError, AttributeError, KeyError, TypeError, ValueError):
             pass  # missing or damaged: to be made again
         return None
 
@@ -103,7 +102,8 @@ class StageCache:
                     "seconds": seconds,
                     "files": _listing(temporary),
                 }
-                atomic_write(temporary / RECORD, json.dumps(record, indent=2) + "\n")
+                text = json.dumps({**record, "digest": _digest(record)}, indent=2)
+                atomic_write(temporary / RECORD, text + "\n")
             return Result(folder, facts, seconds, cached=False)
 
     @contextmanager
@@ -113,6 +113,12 @@ class StageCache:
         with (place / f"{stage.key}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # released by the system if this process dies
             yield
+
+
+def _digest(data: object) -> str:
+    """SHA-256 over plain data; the order of keys is no difference."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _listing(folder: Path) -> dict[str, list[int]]:
