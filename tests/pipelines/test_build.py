@@ -56,6 +56,7 @@ def start(
     folder: Path, *arguments: str, file_limit: int | None = None, main: str = MAIN
 ) -> subprocess.Popen[str]:
     def limit() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs inherit it ignored
         if file_limit is not None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
