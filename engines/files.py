@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -149,7 +150,7 @@ def _swap(folder: Path, path: Path) -> None:
 
 def _sweep(path: Path) -> None:
     """Delete temporary siblings whose process is gone."""
-    for leftover in path.parent.glob(f".{path.name}.tmp-*"):
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
         pid = leftover.name.removeprefix(f".{path.name}.tmp-").split("-")[0]
         if pid.isdigit() and not _alive(int(pid)):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -187,6 +188,8 @@ def link_or_copy(source: Path, destination: Path) -> None:
     destination.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source.resolve(), destination)
+    except FileExistsError:
+        raise  # a copy would write into whatever file that is a link to
     except OSError:
         need_space(destination.parent, source.stat().st_size)
         with disk_errors(destination):

@@ -28,7 +28,7 @@ from engines.bundle import (
     read_manifest,
     seal_bundle,
 )
-from engines.errors import BundleError, EngineError, MachineError, TrtspecError, UsageError
+from engines.errors import EngineError, MachineError, TrtspecError, UsageError
 from engines.exactness import TOLERANCES
 from engines.files import atomic_write, link_or_copy, need_space, publish_folder, sha256_file
 from pipelines.console import BuildConsole, duration, megabytes
@@ -358,14 +358,14 @@ class Build:
         """Only a bundle may be replaced, and only if nothing else lies in its folder."""
         if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
             return
+        allowed = "a whole bundle, or nothing"
         try:
             ours = set(read_manifest(self.out).files) | {MANIFEST, COMPLETE}
             found = {f.relative_to(self.out).as_posix() for f in self.out.rglob("*") if not f.is_dir()}
-            strange = sorted(found - ours)
-        except TrtspecError:
-            strange = ["something that is no bundle"]
-        if strange:
-            raise OutputError(f"it holds {strange[0]}", place=self.out, allowed="a bundle, or nothing")
+        except TrtspecError as error:
+            raise OutputError(f"no bundle: {error.found}", place=self.out, allowed=allowed) from error
+        if strange := sorted(found - ours):
+            raise OutputError(f"it holds {strange[0]}", place=self.out, allowed=allowed)
 
     def _check_limits(self) -> None:
         config, spec = self.target.config, self.spec
@@ -408,23 +408,25 @@ class Build:
             "engine": facts,
             "measurements": dict(compiled),
         }
-        current = self._current(manifest)
-        if current is not None:
-            return current
-        with publish_folder(self.out) as folder:
-            for file in sorted(emitted.folder.rglob("*")):
-                relative = file.relative_to(emitted.folder)
-                if file.is_file() and file.name != RECORD:
-                    link_or_copy(file, folder / relative)
-            created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            seal_bundle(folder, manifest | {"created": created})
-        return open_bundle(self.out)
+        place = hashlib.sha256(str(self.out.resolve()).encode()).hexdigest()[:32]
+        with self.cache.lock("package", place):  # or another build's swap would look like a damaged bundle
+            current = self._current(manifest)
+            if current is not None:
+                return current
+            with publish_folder(self.out) as folder:
+                for file in sorted(emitted.folder.rglob("*")):
+                    relative = file.relative_to(emitted.folder)
+                    if file.is_file() and file.name != RECORD:
+                        link_or_copy(file, folder / relative)
+                created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                seal_bundle(folder, manifest | {"created": created})
+            return open_bundle(self.out)
 
     def _current(self, manifest: Mapping[str, Any]) -> Bundle | None:
         """The bundle at `out`, if it already is what this build would write."""
         try:
             bundle = open_bundle(self.out)
-        except BundleError:
+        except TrtspecError:
             return None
         have = json.loads(bundle.manifest.model_dump_json())
         want = json.loads(json.dumps(manifest, default=lambda m: m.model_dump(mode="json")))

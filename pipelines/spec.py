@@ -15,7 +15,7 @@ from engines.files import read_text
 
 __all__ = ["DeploymentSpec", "DrafterSpec", "SpecError", "load_spec"]
 
-MAX_SPEC = 1 << 20
+MAX_SPEC = 64 << 10
 MAX_GAMMA = 16
 MAX_DEPTH = 16
 LATER = {
@@ -138,7 +138,7 @@ def load_spec(path: Path) -> DeploymentSpec:
 
     Raises:
         SpecError: file, line, key, what was found and what is allowed.
-        FileError: the file cannot be read, is larger than 1 MiB, or is not UTF-8.
+        FileError: the file cannot be read, is larger than 64 KiB, or is not UTF-8.
     """
     text = read_text(path, max_bytes=MAX_SPEC)
     try:
@@ -163,12 +163,13 @@ def _refuse_bombs(text: str, path: Path) -> None:
     """Aliases multiply and deep nesting is quadratic to scan: stop reading at the first of either."""
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
+        place = f"{path}:{event.start_mark.line + 1}" if event.start_mark else str(path)
         if isinstance(event, yaml.AliasEvent):
-            raise SpecError("an alias (*name)", place=path, allowed="values written out")
+            raise SpecError("an alias (*name)", place=place, allowed="values written out")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            raise SpecError("lists in lists in lists …", place=path, allowed=f"{MAX_DEPTH} levels")
+            raise SpecError("lists in lists in lists …", place=place, allowed=f"{MAX_DEPTH} levels")
 
 
 def _plain(node: yaml.Node | None, key: str, lines: dict[str, int], path: Path) -> Any:

@@ -86,7 +86,7 @@ class StageCache:
         Raises:
             DiskFullError: no space; nothing is left behind. Whatever the stage's work raises.
         """
-        with self._lock(stage):
+        with self.lock(stage.name, stage.key):
             found = self.find(stage)
             if found is not None:
                 return found
@@ -107,10 +107,11 @@ class StageCache:
             return Result(folder, facts, seconds, cached=False)
 
     @contextmanager
-    def _lock(self, stage: Stage) -> Iterator[None]:
-        place = self.root / stage.name
+    def lock(self, name: str, key: str) -> Iterator[None]:
+        """While the block runs, every other process that wants the same lock waits."""
+        place = self.root / name
         place.mkdir(parents=True, exist_ok=True)
-        with (place / f"{stage.key}.lock").open("w") as file:
+        with (place / f"{key}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # released by the system if this process dies
             yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import click
 
 from engines.errors import MachineError, TrtspecError
+from engines.files import DiskFullError
 
 __all__ = ["cli", "main"]
 
@@ -66,8 +68,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code: Any = cli.main(arguments, prog_name="trtspec", standalone_mode=False)
     except click.exceptions.Abort:
-        click.echo("Interrupted. What was finished is kept; run the command again to go on.", err=True)
-        code = INTERRUPTED
+        code = _interrupted()
+    except ImportError as error:  # an extension module turns Ctrl-C into this while it loads
+        if not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        code = _interrupted()
     except click.ClickException as error:
         error.show()
         code = error.exit_code
@@ -80,10 +85,17 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _interrupted() -> int:
+    click.echo("Interrupted. What was finished is kept; run the command again to go on.", err=True)
+    return INTERRUPTED
+
+
 def _from_system(error: OSError | MemoryError) -> TrtspecError:
     """What the machine refused: no permission, no memory, a folder where a file should be."""
     if isinstance(error, OSError):
         place = str(error.filename or "")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return DiskFullError(str(error.strerror), place=place)
         return MachineError(error.strerror or str(error), place=place, remedy="Check the path.")
     return MachineError("out of memory", remedy="Lower the limits, or use a larger machine.")
 

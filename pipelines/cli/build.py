@@ -25,7 +25,9 @@ import click
     show_default=True,
     help="Finished stages.",
 )
-@click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads for timing; 0: one a core.")
+@click.option(
+    "--threads", type=click.IntRange(0, 512), default=0, help="CPU threads for timing; 0: one a core."
+)
 @click.option("--dry-run", is_flag=True, help="Show the plan and the estimates; write nothing.")
 def build(specs: tuple[Path, ...], output_dir: Path, cache_dir: Path, threads: int, dry_run: bool) -> None:
     """Build one bundle a SPEC.

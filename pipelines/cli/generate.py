@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--gamma", type=int, default=None, help="Draft tokens a step at most; 0: plain decoding.")
 @click.option("--stop", multiple=True, help="Text that ends the output; repeatable.")
-@click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads; 0: one a core.")
+@click.option("--threads", type=click.IntRange(0, 512), default=0, help="CPU threads; 0: one a core.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def generate(
     bundle: Path,
@@ -53,6 +53,9 @@ def generate(
     from engines.files import read_text
     from engines.sampling import SamplingParams
 
+    for text in (*prompts, system, *stop):
+        if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise click.UsageError("The text on the command line is not UTF-8.")
     texts = list(prompts)
     if prompt_file is not None:
         texts.append(read_text(prompt_file, max_bytes=16 << 20))
