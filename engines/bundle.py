@@ -213,6 +213,8 @@ def open_bundle(path: Path) -> Bundle:
         raise UnexpectedFileError(f"{relative} is not in the manifest", place=path)
     for relative, facts in manifest.files.items():
         file = resolve_inside(path, relative)
+        if not file.is_file():
+            raise MissingFileError(f"{relative} is no file, or a link to none", place=path)
         size = file.stat().st_size
         if size != facts.size:
             raise EditedBundleError(f"{size:,} bytes", place=file, allowed=f"{facts.size:,} bytes")

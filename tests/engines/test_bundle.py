@@ -57,33 +57,91 @@ def test_a_sealed_bundle_opens(bundle: Path) -> None:
     assert facts.sha256 == hashlib.sha256(b"w" * 100).hexdigest()
 
 
-def test_manifest_text_is_stable(bundle: Path) -> None:
-    """Key order and layout are part of the format: others diff and sign it."""
-    data = json.loads((bundle / MANIFEST).read_text())
-    assert list(data) == [
-        "schema_version",
-        "name",
-        "created",
-        "trtspec_version",
-        "command",
-        "tools",
-        "target",
-        "drafter",
-        "pairing",
-        "engine",
-        "measurements",
-        "files",
+GOLDEN = """{
+  "schema_version": 1,
+  "name": "tiny",
+  "created": "2026-01-02T03:04:05Z",
+  "trtspec_version": "0.1.0",
+  "command": [
+    "trtspec",
+    "build",
+    "tiny.yaml"
+  ],
+  "tools": {
+    "onnx": "1.0"
+  },
+  "target": {
+    "path": "m",
+    "fingerprint": "ffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff",
+    "family": "llama",
+    "parameters": 7,
+    "dtype": "F32"
+  },
+  "drafter": null,
+  "pairing": null,
+  "engine": {
+    "graph": "step.onnx",
+    "method": "ngram",
+    "gamma": 2,
+    "exit_layer": null,
+    "min_match": 1,
+    "max_match": 8,
+    "verification": "exact",
+    "precision": "fp32",
+    "lossless": true,
+    "lossless_note": "",
+    "max_batch_size": 1,
+    "max_seq_len": 16,
+    "cache_capacity": 18,
+    "vocab_size": 5,
+    "target_cache": {
+      "layers": 1,
+      "kv_heads": 1,
+      "head_dim": 8
+    },
+    "draft_cache": null,
+    "eos_token_ids": [
+      2
+    ],
+    "margin_tolerance": 0.002,
+    "step_cost": [
+      1.0,
+      1.1,
+      1.2
     ]
-    assert (bundle / MANIFEST).read_text().startswith('{\n  "schema_version": 1,\n  "name": "tiny",\n')
+  },
+  "measurements": {},
+  "files": {
+    "step.onnx": {
+      "sha256": "eef93e1d14482804277fca0172464032d1a4fdbcc338524059fa1e861454ad4d",
+      "size": 5
+    },
+    "weights/target/model.safetensors": {
+      "sha256": "6ff1386a6f0d444e2af43e9a9e1cdc1394709fc87b5c2a625e16041fec2b1131",
+      "size": 100
+    }
+  }
+}
+"""
+
+
+def test_manifest_text_is_stable(bundle: Path) -> None:
+    """Order, layout and numbers are part of the format: others diff and sign it."""
+    assert (bundle / MANIFEST).read_text() == GOLDEN
+    digest = hashlib.sha256(GOLDEN.encode()).hexdigest()
+    assert (bundle / "_COMPLETE").read_text() == digest + "\n"
 
 
 def reseal(bundle: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Edit the manifest as someone would who knows about `_COMPLETE`."""
     data = json.loads((bundle / MANIFEST).read_text())
     change(data)
-    text = json.dumps(data)
-    (bundle / MANIFEST).write_text(text)
-    (bundle / "_COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
+    (bundle / MANIFEST).write_text(json.dumps(data))
+    complete(bundle)
+
+
+def complete(bundle: Path) -> None:
+    (bundle / "_COMPLETE").write_text(hashlib.sha256((bundle / MANIFEST).read_bytes()).hexdigest())
 
 
 def edit_weights(bundle: Path) -> None:
@@ -124,6 +182,28 @@ TAMPERING: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown field": (lambda b: reseal(b, lambda d: d.update(color="red")), "bundle.schema"),
     "field missing": (lambda b: reseal(b, lambda d: d.pop("engine")), "bundle.schema"),
     "wrong type": (lambda b: reseal(b, lambda d: d["engine"].update(gamma="two")), "bundle.schema"),
+    "absolute path": (
+        lambda b: reseal(b, lambda d: d["files"].update({str(b / "step.onnx"): d["files"]["step.onnx"]})),
+        "bundle.missing-file",
+    ),
+    "no object": (
+        lambda b: ((b / MANIFEST).write_text("[]"), complete(b)),
+        "bundle.schema",
+    ),
+    "key twice": (
+        lambda b: ((b / MANIFEST).write_text('{"schema_version": 1, "schema_version": 1}'), complete(b)),
+        "file.unreadable",
+    ),
+    "γ below 0": (lambda b: reseal(b, lambda d: d["engine"].update(gamma=-1)), "bundle.schema"),
+    "unknown method": (lambda b: reseal(b, lambda d: d["engine"].update(method="magic")), "bundle.schema"),
+    "empty weights": (lambda b: os.truncate(b / "weights/target/model.safetensors", 0), "bundle.edited"),
+    "dangling link": (
+        lambda b: ((b / "step.onnx").unlink(), (b / "step.onnx").symlink_to("nowhere")),
+        "bundle.missing-file",
+    ),
+    "pipe": (lambda b: ((b / "step.onnx").unlink(), os.mkfifo(b / "step.onnx")), "bundle.missing-file"),
+    "extra link": (lambda b: (b / "notes").symlink_to("step.onnx"), "bundle.unexpected-file"),
+    "_COMPLETE empty": (lambda b: (b / "_COMPLETE").write_text(""), "bundle.edited"),
     "path escape": (escape, "bundle.missing-file"),
     "link out": (link_out, "file.unreadable"),
 }

@@ -88,6 +88,92 @@ def test_publish_folder_sweeps_after_dead_processes_only(tmp_path: Path) -> None
     assert living.exists()
 
 
+def test_publish_folder_sweeps_whatever_the_name(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (tmp_path / f".a[b]*.tmp-{dead.pid}-x").mkdir()
+    (tmp_path / f".ab*.tmp-{dead.pid}-x").mkdir()  # what the name would match as a pattern
+    with publish_folder(tmp_path / "a[b]*"):
+        pass
+    assert {p.name for p in tmp_path.iterdir()} == {"a[b]*", f".ab*.tmp-{dead.pid}-x"}
+
+
+@pytest.mark.parametrize("stop_at", [1, 2])
+def test_publish_folder_stopped_while_it_swaps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    """Ctrl-C before the old folder is moved away, or between the two renames: the old one stands."""
+    out = tmp_path / "out"
+    with publish_folder(out) as folder:
+        (folder / "old").write_text("")
+    rename, calls = Path.rename, 0
+
+    def interrupted(self: Path, target: Path) -> Path:
+        nonlocal calls
+        calls += 1
+        if calls == stop_at:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), publish_folder(out) as folder:
+        (folder / "new").write_text("")
+    assert [p.name for p in tmp_path.rglob("*")] == ["out", "old"]
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from engines.errors import TrtspecError
+from engines.files import atomic_write, link_or_copy, publish_folder
+
+root = Path(sys.argv[1])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+def publish():
+    with publish_folder(root / "published") as folder:
+        (folder / "small").write_bytes(b"x")
+        (folder / "large").write_bytes(b"x" * 2000)
+
+def copy():
+    import os
+    os.link = lambda *_: (_ for _ in ()).throw(OSError("no links here"))
+    with publish_folder(root / "copied") as folder:
+        link_or_copy(root / "source", folder / "large")
+
+for work in (lambda: atomic_write(root / "written", b"x" * 2000), publish, copy):
+    try:
+        work()
+    except TrtspecError as error:
+        print(error.rule, error.exit_code)
+"""
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on the size of files stands for it: the system refuses the write in the middle."""
+    (tmp_path / "source").write_bytes(b"x" * 2000)
+    found = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.splitlines() == ["machine.disk-full 3"] * 3
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_link_or_copy_writes_into_no_file_that_is_there(tmp_path: Path) -> None:
+    source, other = tmp_path / "s", tmp_path / "o"
+    source.write_text("new")
+    other.write_text("other")
+    link_or_copy(other, tmp_path / "d")
+    with pytest.raises(FileExistsError):
+        link_or_copy(source, tmp_path / "d")
+    assert other.read_text() == "other"
+
+
 def test_link_or_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "s"
     source.write_text("x")
