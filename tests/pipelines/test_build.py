@@ -124,6 +124,13 @@ def test_draft_model_and_foreign_drafter(checkpoint: Path, tmp_path: Path) -> No
     drafter = {"method": "draft_model", "checkpoint": str(good), "gamma": 2}
     assert run(tmp_path, "build", str(write_spec(tmp_path, checkpoint, drafter=drafter)))[0] == 0
     assert open_bundle(tmp_path / "build/bundles/tiny").manifest.pairing is not None
+    code, out, _ = run(tmp_path, "generate", "build/bundles/tiny", "-p", "a", "-n", "9", "--format", "json")
+    plain = run(
+        tmp_path, "generate", "build/bundles/tiny", "-p", "a", "-n", "9", "--format", "json", "--gamma", "0"
+    )
+    first, second = (json.loads(text)["outputs"][0] for text in (out, plain[1]))
+    assert first["tokens"] == second["tokens"]  # greedy: what is drafted makes no difference
+    assert first["acceptance"]["drafted"] > 0 == second["acceptance"]["drafted"]
 
     foreign = make_checkpoint(tmp_path / "foreign", seed=1)
     text = (foreign / "tokenizer.json").read_text()
@@ -157,9 +164,10 @@ def test_dry_run_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "build").exists()
 
 
-# Runs the command line, but dies of SIGKILL before the N-th call that changes the disk for good.
+# Runs the command line, but dies of SIGKILL before the N-th call that changes the disk for good. With
+# N = 0 it lives, and tells how many such calls there were.
 DIE_AT = """
-import os, signal, sys
+import atexit, os, signal, sys
 count, last = 0, int(sys.argv.pop(1))
 def mortal(call):
     def wrapped(*args, **kwargs):
@@ -171,33 +179,60 @@ def mortal(call):
     return wrapped
 for name in ("rename", "replace", "link", "fsync"):
     setattr(os, name, mortal(getattr(os, name)))
+atexit.register(lambda: print(f"calls: {count}", file=sys.stderr))
 """
 
 
+def count_calls(folder: Path, spec: str) -> int:
+    """Build undisturbed; how many calls change the disk for good."""
+    process = start(folder, "0", "build", spec, main=DIE_AT + MAIN)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return int(err.rsplit("calls: ", 1)[1])
+
+
+def die(folder: Path, spec: str, point: int) -> None:
+    process = start(folder, str(point), "build", spec, main=DIE_AT + MAIN)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, err
+
+
 def test_killed_at_any_point_the_next_run_finishes(checkpoint: Path, tmp_path: Path) -> None:
-    calm = tmp_path / "calm"
+    calm, hurried = tmp_path / "calm", tmp_path / "hurried"
     calm.mkdir()
-    assert run(calm, "build", str(write_spec(calm, checkpoint)))[0] == 0
+    calls = count_calls(calm, str(write_spec(calm, checkpoint)))
+    assert calls > 30
     expected = hashes(calm / "build/bundles/tiny")
-    points = (1, 2, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 24, 27, 30, 35)
-    hurried = tmp_path / "hurried"
-    killed = 0
-    for point in points:
+    for point in range(1, calls + 1, 3):
         shutil.rmtree(hurried, ignore_errors=True)
         hurried.mkdir()
         spec = str(write_spec(hurried, checkpoint))
-        died = start(hurried, str(point), "build", spec, main=DIE_AT + MAIN)
-        died.communicate(timeout=60)
+        die(hurried, spec, point)
         bundle = hurried / "build/bundles/tiny"
-        if died.returncode == 0:
-            break
-        assert died.returncode == -signal.SIGKILL
-        killed += 1
-        assert not (bundle / "_COMPLETE").exists() or hashes(bundle) == expected
+        assert not bundle.exists() or hashes(bundle) == expected
         assert run(hurried, "build", spec)[0] == 0
         assert hashes(bundle) == expected
         assert leftovers(hurried) == []
-    assert killed >= 10
+
+
+@pytest.mark.parametrize(
+    ("from_end", "stands"), [(2, 3), (1, None), (0, 2)], ids=["before", "between", "after"]
+)
+def test_killed_while_a_bundle_is_replaced(
+    checkpoint: Path, tmp_path: Path, from_end: int, stands: int | None
+) -> None:
+    """The last three calls: move the old one away, move the new one there, sync the folder."""
+    bundle = tmp_path / "build/bundles/tiny"
+    calls = count_calls(tmp_path, str(write_spec(tmp_path, checkpoint)))
+    spec = str(write_spec(tmp_path, checkpoint, drafter={"method": "ngram", "gamma": 2}))
+    die(tmp_path, spec, calls - from_end)
+    if stands is None:
+        assert not bundle.exists()
+    else:
+        assert open_bundle(bundle).manifest.engine.gamma == stands
+    assert run(tmp_path, "build", spec)[0] == 0
+    assert open_bundle(bundle).manifest.engine.gamma == 2
+    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize("point", [2, 6, 11])
@@ -214,9 +249,10 @@ def test_interrupt_leaves_nothing_half_written(checkpoint: Path, tmp_path: Path,
     assert run(tmp_path, "build", spec)[0] == 0
 
 
-def test_disk_full(checkpoint: Path, tmp_path: Path) -> None:
-    """A file-size limit below the graph's size stands for a full disk."""
-    code, _, err = run(tmp_path, "build", str(write_spec(tmp_path, checkpoint)), file_limit=8_000)
+@pytest.mark.parametrize("limit", [0, 300, 8_000])
+def test_disk_full(checkpoint: Path, tmp_path: Path, limit: int) -> None:
+    """A file-size limit stands for a full disk: for every file, for records and tokenizers, for the graph."""
+    code, _, err = run(tmp_path, "build", str(write_spec(tmp_path, checkpoint)), file_limit=limit)
     assert code == 3
     assert "machine.disk-full" in err
     assert leftovers(tmp_path) == []
@@ -328,6 +364,34 @@ def test_a_foreign_manifest_is_no_bundle(checkpoint: Path, tmp_path: Path) -> No
     code, _, err = run(tmp_path, "build", str(write_spec(tmp_path, checkpoint)))
     assert code == 2, err
     assert (taken / "manifest.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("name", ["weights/target/model.safetensors", "step.onnx"])
+def test_a_damaged_bundle_is_built_again(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    """Also one with a file that was replaced by a link, whose end stays as it is."""
+    spec = str(write_spec(tmp_path, checkpoint))
+    assert run(tmp_path, "build", spec)[0] == 0
+    bundle, outside = tmp_path / "build/bundles/tiny", tmp_path / "outside"
+    expected = hashes(bundle)
+    (bundle / name).rename(outside)
+    before = outside.read_bytes()
+    for damage in (lambda: None, lambda: (bundle / name).symlink_to(outside)):
+        damage()
+        assert run(tmp_path, "build", spec)[0] == 0
+        assert hashes(bundle) == expected
+        assert not (bundle / name).is_symlink()
+        assert outside.read_bytes() == before
+        (bundle / name).unlink()
+
+
+def test_an_edited_manifest_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    spec = str(write_spec(tmp_path, checkpoint))
+    assert run(tmp_path, "build", spec)[0] == 0
+    manifest = tmp_path / "build/bundles/tiny/manifest.json"
+    manifest.write_text(manifest.read_text().replace("tiny", "mine"))
+    code, _, err = run(tmp_path, "build", spec)
+    assert code == 2
+    assert "the manifest was changed after the build" in err
 
 
 def test_own_files_in_a_bundle_are_not_deleted(checkpoint: Path, tmp_path: Path) -> None:
