@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -90,6 +91,7 @@ class StageCache:
             found = self.find(stage)
             if found is not None:
                 return found
+            self._sweep(stage.name)
             folder = self.root / stage.name / stage.key
             begin = time.perf_counter()
             with publish_folder(folder) as temporary:
@@ -105,6 +107,20 @@ class StageCache:
                 text = json.dumps({**record, "digest": _digest(record)}, indent=2)
                 atomic_write(temporary / RECORD, text + "\n")
             return Result(folder, facts, seconds, cached=False)
+
+    def _sweep(self, name: str) -> None:
+        """Delete what killed stages left under other keys: after a change nobody asks for those again.
+
+        Whoever works on a key holds its lock, so a free lock means that nobody does.
+        """
+        for leftover in (self.root / name).glob(".*.tmp-*"):
+            key = leftover.name[1:].partition(".tmp-")[0]
+            with (leftover.parent / f"{key}.lock").open("a") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                shutil.rmtree(leftover, ignore_errors=True)
 
     @contextmanager
     def lock(self, name: str, key: str) -> Iterator[None]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,33 @@ def test_after_a_kill_the_next_run_finishes_and_sweeps(cache: StageCache, tmp_pa
     result = cache.run(worker.stage, silent)
     assert entries(cache) == [result.folder.name]
     assert worker.calls == 1
+
+
+def test_what_a_killed_stage_left_goes_also_when_its_inputs_changed(
+    cache: StageCache, tmp_path: Path
+) -> None:
+    killed = child(tmp_path, "import os; os.kill(os.getpid(), 9)")
+    killed.communicate(timeout=60)
+    assert len(entries(cache)) == 1
+    result = cache.run(Worker(a=2).stage, silent)
+    assert entries(cache) == [result.folder.name]
+
+
+def test_a_stage_at_work_keeps_its_folder(cache: StageCache, tmp_path: Path) -> None:
+    """While another one of the same name, with other inputs, runs and sweeps."""
+    go = tmp_path / "go"
+    at_work = child(tmp_path, f"while not Path({str(go)!r}).exists(): time.sleep(0.01)")
+    while not (tmp_path / "ran").exists():
+        assert at_work.poll() is None
+        time.sleep(0.01)
+    cache.run(Worker(a=2).stage, silent)
+    go.touch()
+    assert at_work.communicate(timeout=60)[0].strip() == "False"
+    assert at_work.returncode == 0
+    found = cache.find(Worker(a=1).stage)
+    assert found is not None
+    assert (found.folder / "data").read_text() == "data"
+    assert len(entries(cache)) == 2
 
 
 def test_two_processes_work_once(cache: StageCache, tmp_path: Path) -> None:
