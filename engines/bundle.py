@@ -14,12 +14,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engines.errors import BundleError
-from engines.files import atomic_write, read_json, read_text, resolve_inside, sha256_file
+from engines.files import FileError, atomic_write, read_json, read_text, resolve_inside, sha256_file
 
 __all__ = [
     "COMPLETE",
@@ -30,6 +30,7 @@ __all__ = [
     "EngineFacts",
     "FileFacts",
     "Manifest",
+    "list_files",
     "open_bundle",
     "read_manifest",
     "seal_bundle",
@@ -66,6 +67,13 @@ class UnexpectedFileError(BundleError):
     remedy_text = "Delete it if it is yours; else build the bundle again."
 
 
+class LinkError(BundleError):
+    """Something in the bundle is a symbolic link: what it leads to can change behind the manifest."""
+
+    rule = "bundle.link"
+    remedy_text = "Put the file itself in its place, or build the bundle again."
+
+
 class SchemaError(BundleError):
     """The manifest does not have the form that this version reads."""
 
@@ -73,22 +81,22 @@ class SchemaError(BundleError):
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class FileFacts(_Record):
     """A file of the bundle."""
 
-    sha256: str
-    size: int
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    size: int = Field(ge=0)
 
 
 class CacheShape(_Record):
     """A model's KV cache: two tensors [batch, kv_heads, positions, head_dim] a layer."""
 
-    layers: int
-    kv_heads: int
-    head_dim: int
+    layers: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
 
 
 class CheckpointFacts(_Record):
@@ -128,13 +136,13 @@ class EngineFacts(_Record):
     lossless_note: str = ""
     max_batch_size: int = Field(ge=1)
     max_seq_len: int = Field(ge=1)
-    cache_capacity: int
-    vocab_size: int
+    cache_capacity: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
     target_cache: CacheShape
     draft_cache: CacheShape | None = None
     eos_token_ids: tuple[int, ...]
-    margin_tolerance: float
-    step_cost: tuple[float, ...] = ()
+    margin_tolerance: float = Field(ge=0)
+    step_cost: tuple[Annotated[float, Field(gt=0)], ...] = ()
 
 
 class Manifest(_Record):
@@ -202,11 +210,14 @@ def open_bundle(path: Path) -> Bundle:
         IncompleteBundleError: no folder, no manifest or no `_COMPLETE`.
         EditedBundleError: the manifest or a file was changed.
         MissingFileError, UnexpectedFileError: the folder's files are not the manifest's.
+        LinkError: a file or folder in it is a symbolic link.
         SchemaError: another schema version, unknown or missing fields.
     """
     manifest = read_manifest(path)
-    found = {f.relative_to(path).as_posix() for f in path.rglob("*") if not f.is_dir()}
-    found -= {MANIFEST, COMPLETE}
+    found = list_files(path) - {MANIFEST, COMPLETE}
+    for relative in sorted(found):
+        if (path / relative).is_symlink():
+            raise LinkError(f"{relative} is a symbolic link", place=path)
     for relative in sorted(set(manifest.files) - found):
         raise MissingFileError(f"{relative} is missing", place=path)
     for relative in sorted(found - set(manifest.files)):
@@ -224,17 +235,28 @@ def open_bundle(path: Path) -> Bundle:
     return Bundle(path, manifest)
 
 
+def list_files(path: Path) -> set[str]:
+    """Everything below a folder except the folders themselves; a link to a folder is listed, not entered."""
+    return {f.relative_to(path).as_posix() for f in path.rglob("*") if f.is_symlink() or not f.is_dir()}
+
+
 def read_manifest(path: Path) -> Manifest:
     """A finished bundle's manifest; the other files are not looked at.
 
     Raises:
-        IncompleteBundleError, EditedBundleError, SchemaError: see `open_bundle`.
+        IncompleteBundleError, EditedBundleError, LinkError, SchemaError: see `open_bundle`.
     """
     manifest_file, complete_file = path / MANIFEST, path / COMPLETE
     for file in (manifest_file, complete_file):
         if not file.is_file():
             raise IncompleteBundleError(f"no {file.name}", place=path, allowed="a finished bundle's folder")
-    if read_text(complete_file, max_bytes=100).strip() != sha256_file(manifest_file):
+        if file.is_symlink():
+            raise LinkError(f"{file.name} is a symbolic link", place=path)
+    try:
+        sealed = read_text(complete_file, max_bytes=100).strip()
+    except FileError as error:
+        raise EditedBundleError(error.found, place=complete_file, allowed="one SHA-256") from error
+    if sealed != sha256_file(manifest_file):
         raise EditedBundleError("the manifest was changed after the build", place=manifest_file)
     return _parse(manifest_file)
 

@@ -24,6 +24,7 @@ from engines.bundle import (
     CacheShape,
     CheckpointFacts,
     EngineFacts,
+    list_files,
     open_bundle,
     read_manifest,
     seal_bundle,
@@ -361,7 +362,7 @@ class Build:
         allowed = "a whole bundle, or nothing"
         try:
             ours = set(read_manifest(self.out).files) | {MANIFEST, COMPLETE}
-            found = {f.relative_to(self.out).as_posix() for f in self.out.rglob("*") if not f.is_dir()}
+            found = list_files(self.out)
         except TrtspecError as error:
             raise OutputError(f"no bundle: {error.found}", place=self.out, allowed=allowed) from error
         if strange := sorted(found - ours):

@@ -199,13 +199,13 @@ TAMPERING: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty weights": (lambda b: os.truncate(b / "weights/target/model.safetensors", 0), "bundle.edited"),
     "dangling link": (
         lambda b: ((b / "step.onnx").unlink(), (b / "step.onnx").symlink_to("nowhere")),
-        "bundle.missing-file",
+        "bundle.link",
     ),
     "pipe": (lambda b: ((b / "step.onnx").unlink(), os.mkfifo(b / "step.onnx")), "bundle.missing-file"),
-    "extra link": (lambda b: (b / "notes").symlink_to("step.onnx"), "bundle.unexpected-file"),
+    "extra link": (lambda b: (b / "notes").symlink_to("step.onnx"), "bundle.link"),
     "_COMPLETE empty": (lambda b: (b / "_COMPLETE").write_text(""), "bundle.edited"),
     "path escape": (escape, "bundle.missing-file"),
-    "link out": (link_out, "file.unreadable"),
+    "link out": (link_out, "bundle.link"),
 }
 
 
