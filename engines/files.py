@@ -18,6 +18,7 @@ from typing import Any
 from engines.errors import MachineError, TrtspecError
 
 __all__ = [
+    "DISK_FULL",
     "DiskFullError",
     "FileError",
     "atomic_write",
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 _CHUNK = 8 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskFullError(MachineError):
@@ -56,7 +57,7 @@ def disk_errors(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in DISK_FULL:
             raise DiskFullError(str(error.strerror), place=place) from error
         raise
 

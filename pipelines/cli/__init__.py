@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import json
 import sys
@@ -11,7 +10,7 @@ from typing import Any
 import click
 
 from engines.errors import MachineError, TrtspecError
-from engines.files import DiskFullError
+from engines.files import DISK_FULL, DiskFullError
 
 __all__ = ["cli", "main"]
 
@@ -94,7 +93,7 @@ def _from_system(error: OSError | MemoryError) -> TrtspecError:
     """What the machine refused: no permission, no memory, a folder where a file should be."""
     if isinstance(error, OSError):
         place = str(error.filename or "")
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             return DiskFullError(str(error.strerror), place=place)
         return MachineError(error.strerror or str(error), place=place, remedy="Check the path.")
     return MachineError("out of memory", remedy="Lower the limits, or use a larger machine.")
