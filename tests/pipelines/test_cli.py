@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -196,6 +197,22 @@ def test_a_reader_may_leave_in_the_middle(bundle: Path, form: str) -> None:
 def test_output_to_a_full_disk(pair: tuple[Path, Path]) -> None:
     command = f"{sys.executable} -m pipelines.cli inspect {pair[0]} > /dev/full"
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert found.returncode == 3
+    assert "machine.disk-full" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_output_larger_than_files_may_be(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """A quota on the size of files is a full disk, too."""
+    with (tmp_path / "out").open("w") as out:
+        found = subprocess.run(
+            [sys.executable, "-m", "pipelines.cli", "inspect", str(pair[0])],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+        )
     assert found.returncode == 3
     assert "machine.disk-full" in found.stderr
     assert "Traceback" not in found.stderr
