@@ -112,12 +112,13 @@ class Lookahead:
         lookahead_size(window, ngram, guesses)
         if ngram < 2:
             raise LookaheadSizeError(f"ngram = {ngram}", place="ngram", allowed="2 or more: 1 drafts nothing")
+        self._window = window
         self._ngram = ngram
         self._guesses = guesses
         self._pool: dict[int, OrderedDict[Gram, None]] = {}
         self._recent: list[int] = []  # the text's last N - 1 tokens
-        # Level 0 lacks column 0, which is the text's last token. While levels are missing, one is added
-        # and one column dropped each step.
+        # Level 0 lacks column 0, which is the text's last token. It starts with a column more for each
+        # missing level; every step drops one and puts a level under the W that remain in the end.
         draw = random.Random(seed)
         self._levels = [[draw.choice(prompt) for _ in range(window + ngram - 3)]]
         self._lowest: list[int] | None = None  # nodes of the last level's columns in the last proposal
@@ -165,6 +166,7 @@ class Lookahead:
         nodes = [0]
         for token in self._levels[0]:
             nodes.append(tree.child(nodes[-1], token))
+        nodes = nodes[-self._window :]
         for level in self._levels[1:]:
             nodes = [tree.child(node, token) for node, token in zip(nodes, level, strict=True)]
         return nodes
@@ -179,7 +181,7 @@ class Lookahead:
             below = [*self._levels[1:], answers]
             self._levels = [below[0][1:], *below[1:]]
         else:
-            self._levels = [level[1:] for level in [*self._levels, answers]]
+            self._levels = [self._levels[0][1:], *self._levels[1:], answers]
 
     def _keep(self, gram: Gram) -> None:
         grams = self._pool.setdefault(gram[0], OrderedDict())
