@@ -72,3 +72,12 @@ def test_cost_beyond_the_curve_follows_its_slope() -> None:
     assert step_cost_at(CURVE, 9) == pytest.approx(1.4)
     assert step_cost_at(CURVE, 19) == pytest.approx(1.9)
     assert step_cost_at([1.0], 5) == 1.0
+
+
+def test_what_follows_the_first_rejection_teaches_nothing() -> None:
+    short, long = DraftLength(CURVE, (0.6,)), DraftLength(CURVE, (0.6,))
+    for accepted in (3, 0, 2, 1):
+        short.observe(1, accepted + 1, accepted)
+        long.observe(1, 8, accepted)
+        assert [short.choose(1, limit) for limit in range(9)] == [long.choose(1, limit) for limit in range(9)]
+    assert 0 < short.choose(1, 8) < 8
