@@ -2,7 +2,8 @@
 
     python benchmarks/drafting.py [--tokens 256] [--lookahead CHECKPOINT]
 
-The text is recorded once, by the engine in build/bundles/smollm2-ngram, into build/drafting.json; n-gram
+The text is recorded once, by the engine in build/bundles/smollm2-ngram, into build/drafting.json (remove
+it to record anew); n-gram
 drafters are then replayed against it. Lookahead asks the target about tokens that are not in the text, so
 it runs live on transformers (the `reference` extra), if a checkpoint is given.
 
@@ -31,7 +32,7 @@ from engines.engine import Engine  # noqa: E402
 
 # Cost of a step over 1, 2, 4, 5, 8, 16, 32 tokens on a two-core laptop CPU, in plain steps.
 MEASURED = {1: 1.0, 2: 1.05, 4: 1.17, 5: 1.2, 8: 1.38, 16: 1.65, 32: 2.5}
-GAMMA = 12
+GAMMA = 16
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lookahead", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("--sizes", default="4,3,4 3,3,3 2,3,2 4,4,4 5,5,5 7,7,7", help="W,N,G …")
+    parser.add_argument("--sizes", default="2,2,3 2,3,2 4,3,4 5,4,3", help="W,N,G …")
     options = parser.parse_args()
     recordings = recorded(options)
     print("| drafter | text | tokens a step | drafted | speedup by curve |\n|---|---|---|---|---|")
