@@ -3,9 +3,8 @@
     python benchmarks/drafting.py [--tokens 256] [--lookahead CHECKPOINT]
 
 The text is recorded once, by the engine in build/bundles/smollm2-ngram, into build/drafting.json (remove
-it to record anew); n-gram
-drafters are then replayed against it. Lookahead asks the target about tokens that are not in the text, so
-it runs live on transformers (the `reference` extra), if a checkpoint is given.
+it to record anew); n-gram drafters are then replayed against it. Lookahead asks the target about tokens
+that are not in the text, so it runs live on transformers (the `reference` extra), given a checkpoint.
 
 Columns: tokens a step; the speedup that a step-cost curve makes of it, with the draft's length chosen
 step by step (n-gram) or with whole trees (lookahead).
