@@ -1,0 +1,227 @@
+"""The drafters that can be trained. Parameter names are those of the published formats.
+
+All share one view: `features(...)[k][:, t]` is what the lm_head reads to predict token t + 2 + k, given
+the target's states of rows up to t and the tokens up to t + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from builders.training.features import Batch
+from builders.training.layers import Chain, Layer, LayerShape, RMSNorm
+
+__all__ = ["METHODS", "DraftModel", "Drafter", "Eagle", "Eagle3", "Medusa", "Target"]
+
+Guess = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What drafters take from the target and never change.
+
+    `embedding` [V, H] and `lm_head` [V, H]; `shape` is that of the target's layers.
+    """
+
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
+    shape: LayerShape
+    num_layers: int
+
+
+class Drafter(nn.Module):
+    """What the training loop needs of a method.
+
+    `vocabulary` [Vd] are the target's token ids that training counts; `draft_ids` those that the
+    drafter can say when it drafts (None: every token).
+    """
+
+    needs_taps = False
+    unrolls = False  # True: more steps cost more, and the first must be learnt before the next
+    feature_loss = 0.0
+
+    def __init__(self, target: Target, vocabulary: torch.Tensor) -> None:
+        super().__init__()
+        self.target = target
+        self.vocabulary = vocabulary
+        self.rows = target.lm_head[vocabulary]
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """Token ids that the drafter can say."""
+        return None
+
+    def features(self, batch: Batch, steps: int, guess: Guess | None = None) -> list[torch.Tensor]:
+        """What the lm_head reads at steps 0..steps-1, each [B, T, H].
+
+        `guess(k, features)` gives the token ids [B, T] that step k + 1 reads after step k; without it
+        the conversation's own tokens are read (an accepted draft is one of those).
+        """
+        raise NotImplementedError
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.target.embedding)
+
+
+def shift(x: torch.Tensor, by: int) -> torch.Tensor:
+    """Row t becomes row t + by of `x` [B, T, ...]; zeros where that is behind the end."""
+    return torch.cat([x[:, by:], torch.zeros_like(x[:, :by])], dim=1) if by else x
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(linear(x)), the identity at first."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Same shape as `x`."""
+        out: torch.Tensor = x + F.silu(self.linear(x))
+        return out
+
+
+class Medusa(Drafter):
+    """Heads on the target's last hidden state, head h for token t + 2 + h; lm_head shared."""
+
+    def __init__(self, target: Target, vocabulary: torch.Tensor, heads: int) -> None:
+        super().__init__(target, vocabulary)
+        size = target.shape.hidden
+        self.heads = nn.ModuleList(nn.Sequential(ResBlock(size)) for _ in range(heads))
+
+    def features(self, batch: Batch, steps: int, guess: Guess | None = None) -> list[torch.Tensor]:
+        """See `Drafter.features`; Medusa reads no tokens."""
+        return [head(batch.hidden.float()) for head in self.heads[:steps]]
+
+
+class _Recurrent(Drafter):
+    """A drafter that reads (token t + 1 + k, its own state of step k - 1)."""
+
+    unrolls = True
+
+    def _first(self, batch: Batch) -> torch.Tensor:
+        """The state that step 0 reads, [B, T, H]."""
+        raise NotImplementedError
+
+    def _step(self, token: torch.Tensor, state: torch.Tensor, chain: Chain) -> torch.Tensor:
+        """The next state from token embeddings and the last one, each [B, T, H]."""
+        raise NotImplementedError
+
+    def _read_out(self, state: torch.Tensor) -> torch.Tensor:
+        """What the lm_head reads."""
+        return state
+
+    def features(self, batch: Batch, steps: int, guess: Guess | None = None) -> list[torch.Tensor]:
+        """See `Drafter.features`."""
+        chain = Chain()
+        state = self._first(batch)
+        tokens = shift(batch.ids, 1)
+        found = []
+        for k in range(steps):
+            state = self._step(self._embed(tokens), state, chain)
+            found.append(self._read_out(state))
+            tokens = shift(batch.ids, k + 2) if guess is None else guess(k, found[-1])
+        return found
+
+
+class Eagle(_Recurrent):
+    """EAGLE-1: fc over (token embedding, hidden state), one decoder layer without input norm."""
+
+    feature_loss = 0.1
+
+    def __init__(self, target: Target, vocabulary: torch.Tensor, shape: LayerShape) -> None:
+        super().__init__(target, vocabulary)
+        self.fc = nn.Linear(2 * shape.hidden, shape.hidden)
+        self.layers = nn.ModuleList([Layer(shape)])
+
+    def _first(self, batch: Batch) -> torch.Tensor:
+        return batch.hidden.float()
+
+    def _step(self, token: torch.Tensor, state: torch.Tensor, chain: Chain) -> torch.Tensor:
+        mixed = self.fc(torch.cat([token, state], dim=-1))
+        out: torch.Tensor = self.layers[0](mixed, mixed, chain)
+        return out
+
+
+class Eagle3(_Recurrent):
+    """EAGLE-3: three taps, attention over (token, state), a vocabulary of its own."""
+
+    needs_taps = True
+
+    def __init__(self, target: Target, vocabulary: torch.Tensor, shape: LayerShape) -> None:
+        super().__init__(target, vocabulary)
+        self.fc = nn.Linear(3 * shape.hidden, shape.hidden, bias=False)
+        self.midlayer = Layer(shape, 2 * shape.hidden)
+        self.midlayer.hidden_norm = RMSNorm(shape.hidden, shape.eps)
+        self.midlayer.input_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.norm = RMSNorm(shape.hidden, shape.eps)
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """The reduced vocabulary."""
+        return self.vocabulary
+
+    def _first(self, batch: Batch) -> torch.Tensor:
+        assert batch.taps is not None
+        state: torch.Tensor = self.fc(batch.taps.float())
+        return state
+
+    def _step(self, token: torch.Tensor, state: torch.Tensor, chain: Chain) -> torch.Tensor:
+        read = torch.cat([self.midlayer.input_layernorm(token), self.midlayer.hidden_norm(state)], dim=-1)
+        out: torch.Tensor = self.midlayer(state, read, chain)
+        return out
+
+    def _read_out(self, state: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(state)
+        return out
+
+
+class _Decoder(nn.Module):
+    """The body of a Llama model, embeddings aside."""
+
+    def __init__(self, shape: LayerShape, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(layers))
+        for layer in self.layers:
+            layer.input_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.norm = RMSNorm(shape.hidden, shape.eps)
+
+
+class DraftModel(Drafter):
+    """A small Llama on the target's embeddings, begun as the target's first layers and its last."""
+
+    def __init__(self, target: Target, vocabulary: torch.Tensor, shape: LayerShape, layers: int) -> None:
+        super().__init__(target, vocabulary)
+        self.model = _Decoder(shape, layers)
+
+    def begin_as(self, weights: Callable[[str], Any], num_layers: int) -> None:
+        """Take over the target's layers where sizes agree; `weights` gives a tensor by its name."""
+        layers = len(self.model.layers)
+        sources = [*range(layers - 1), num_layers - 1]
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parts = name.split(".")
+                if parts[0] == "layers":
+                    parts[1] = str(sources[int(parts[1])])
+                source = weights("model." + ".".join(parts))
+                if source is not None and source.shape == parameter.shape:
+                    parameter.copy_(source)
+
+    def features(self, batch: Batch, steps: int, guess: Guess | None = None) -> list[torch.Tensor]:
+        """See `Drafter.features`. Step k is step 0 of a later row: the same tokens are read."""
+        x = self._embed(batch.ids)
+        for layer in self.model.layers:
+            x = layer(x, layer.input_layernorm(x), Chain())
+        out = self.model.norm(x)
+        return [shift(out, 1 + k) for k in range(steps)]
+
+
+METHODS = ("medusa", "eagle", "eagle3", "draft_model")

@@ -1,0 +1,205 @@
+"""The training loop of all methods: AdamW, cosine schedule, checkpoints, resume, evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from builders.training.drafters import Drafter
+from builders.training.features import FeatureStore
+from builders.training.objective import Acceptance, loss, simulate
+from engines.files import publish_folder, read_json
+
+__all__ = ["Progress", "TrainPlan", "Trained", "train"]
+
+_STATE = "state.json"
+_TENSORS = "state.safetensors"
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """How to train. With `steps` a run is a function of the plan and the data; with `minutes` the
+    machine's speed has a say in it. Exactly one of both is given."""
+
+    seed: int = 0
+    steps: int | None = None
+    minutes: float | None = None
+    batch_tokens: int = 2048
+    learning_rate: float = 1e-3
+    warm_up: float = 0.04  # share of the run
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    depth: int = 4  # steps of a chain that are trained
+    gamma: int = 4  # draft length of the simulation
+    precision: str = "bf16"  # of matrix products; weights and their sums are float32
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is shown as training goes on. `acceptance` only after an evaluation."""
+
+    step: int
+    share: float  # of the run
+    loss: float  # mean since the last report
+    seconds_left: float
+    acceptance: Acceptance | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How a run ended."""
+
+    steps: int
+    minutes: float
+    loss: float  # on held-out conversations
+    acceptance: Acceptance
+
+
+def train(
+    drafter: Drafter,
+    store: FeatureStore,
+    training: Sequence[int],
+    held_out: Sequence[int],
+    plan: TrainPlan,
+    checkpoint: Path,
+    *,
+    device: torch.device,
+    report: Callable[[Progress], None],
+    evaluate_seconds: float = 240,
+    stop_after: int | None = None,
+) -> Trained:
+    """Train `drafter` in place; go on from `checkpoint` if that folder exists.
+
+    Args:
+        training, held_out: indices of conversations; the held-out ones have greedy answers.
+        checkpoint: folder that is replaced at each evaluation and at the end.
+        stop_after: stop (as a kill would) after this step.
+    """
+    parameters = {n: p for n, p in drafter.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": plan.weight_decay},
+            {"params": [p for p in parameters.values() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=plan.learning_rate,
+        betas=(0.9, 0.95),
+    )
+    step, epoch, position, before = _load(checkpoint, parameters, optimizer)
+    began = shown = evaluated = time.monotonic()
+    recent: list[float] = []
+
+    def share() -> float:
+        if plan.steps is not None:
+            return step / plan.steps
+        assert plan.minutes is not None
+        return (before + time.monotonic() - began) / (60 * plan.minutes)
+
+    while share() < 1:
+        rng = np.random.Generator(np.random.Philox(key=[plan.seed, epoch]))
+        groups = list(store.batches(training, plan.batch_tokens, rng))
+        while position < len(groups) and (done := share()) < 1:
+            for group in optimizer.param_groups:
+                group["lr"] = plan.learning_rate * _schedule(done, plan.warm_up)
+            batch = store.batch(groups[position], taps=drafter.needs_taps, device=device)
+            with _precision(plan, device):
+                value = loss(drafter, batch, _depth(drafter, plan, done))
+            optimizer.zero_grad(set_to_none=True)
+            value.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(list(parameters.values()), plan.clip)
+            optimizer.step()
+            step, position = step + 1, position + 1
+            recent.append(float(value))
+            now = time.monotonic()
+            if step == stop_after:
+                raise KeyboardInterrupt
+            if now - shown > 10:
+                left = (before + now - began) * (1 / max(share(), 1e-9) - 1)
+                acceptance = None
+                if now - evaluated > evaluate_seconds:
+                    with _precision(plan, device):
+                        acceptance = simulate(drafter, store, held_out[:32], plan.gamma, device)
+                    _save(checkpoint, parameters, optimizer, step, epoch, position, before + now - began)
+                    evaluated = time.monotonic()
+                report(Progress(step, share(), sum(recent) / len(recent), max(left, 0.0), acceptance))
+                recent, shown = [], now
+        if position == len(groups):
+            epoch, position = epoch + 1, 0
+    seconds = before + time.monotonic() - began
+    _save(checkpoint, parameters, optimizer, step, epoch, position, seconds)
+    with _precision(plan, device), torch.no_grad():
+        losses = [
+            float(loss(drafter, store.batch(held_out[i : i + 8], taps=drafter.needs_taps, device=device), 1))
+            for i in range(0, len(held_out), 8)
+        ]
+        acceptance = simulate(drafter, store, held_out, plan.gamma, device)
+    return Trained(step, seconds / 60, sum(losses) / max(len(losses), 1), acceptance)
+
+
+def _precision(plan: TrainPlan, device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=plan.precision == "bf16")
+
+
+def _schedule(share: float, warm_up: float) -> float:
+    """Linear rise, then half a cosine down to a twentieth."""
+    if share < warm_up:
+        return (share + 1e-3) / (warm_up + 1e-3)
+    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min((share - warm_up) / (1 - warm_up), 1)))
+
+
+def _depth(drafter: Drafter, plan: TrainPlan, share: float) -> int:
+    """Steps of a chain to train now: the first must be good before the next can learn from it."""
+    if not drafter.unrolls or share > 0.5:
+        return plan.depth
+    return 1 if share < 0.2 else min(2, plan.depth)
+
+
+def _save(
+    folder: Path,
+    parameters: dict[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    epoch: int,
+    position: int,
+    seconds: float,
+) -> None:
+    tensors = {f"weight.{n}": p.detach().contiguous() for n, p in parameters.items()}
+    for name, parameter in parameters.items():
+        state = optimizer.state[parameter]
+        tensors[f"first.{name}"], tensors[f"second.{name}"] = state["exp_avg"], state["exp_avg_sq"]
+    with publish_folder(folder) as out:
+        save_file(tensors, out / _TENSORS)
+        state_json: dict[str, Any] = {"step": step, "epoch": epoch, "position": position, "seconds": seconds}
+        (out / _STATE).write_text(json.dumps(state_json), "utf-8")
+
+
+def _load(
+    folder: Path, parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> tuple[int, int, int, float]:
+    """(step, epoch, position in it, seconds) of the checkpoint, or zeros."""
+    if not folder.exists():
+        return 0, 0, 0, 0.0
+    state = read_json(folder / _STATE, max_bytes=1 << 16)
+    tensors = load_file(folder / _TENSORS)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[f"weight.{name}"])
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(state["step"])),
+                "exp_avg": tensors[f"first.{name}"].to(parameter.device),
+                "exp_avg_sq": tensors[f"second.{name}"].to(parameter.device),
+            }
+    return state["step"], state["epoch"], state["position"], state["seconds"]
+
+
+def describe(plan: TrainPlan) -> dict[str, Any]:
+    """The plan as plain data."""
+    return asdict(plan)

@@ -1,0 +1,119 @@
+"""What is minimised, and what it is for: loss, and honest simulation of greedy drafting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from builders.training.drafters import Drafter, shift
+from builders.training.features import Batch, FeatureStore
+
+__all__ = ["Acceptance", "loss", "simulate"]
+
+_DECAY = 0.8  # weight of step k is 0.8^k (Medusa, section 2.2.1; EAGLE-3's training code)
+
+
+def loss(drafter: Drafter, batch: Batch, steps: int) -> torch.Tensor:
+    """Cross-entropy against the target's distribution over `drafter.vocabulary`, on answer tokens.
+
+    Rows whose true token is outside that vocabulary do not count. Steps are weighted by 0.8^k.
+    """
+    inside = torch.zeros(drafter.target.lm_head.shape[0], dtype=torch.bool, device=batch.ids.device)
+    inside[drafter.vocabulary] = True
+    counted = shift(batch.answer & inside[batch.ids], 1)  # row j: token j + 1 is to be predicted
+    with torch.no_grad():
+        teacher = F.linear(batch.hidden[counted].to(drafter.rows.dtype), drafter.rows).float().softmax(-1)
+        rank = torch.zeros_like(batch.ids)
+        rank[counted] = torch.arange(teacher.shape[0], device=batch.ids.device)
+    total = torch.zeros((), device=batch.ids.device)
+    weights = 0.0
+    for k, features in enumerate(drafter.features(batch, steps)):
+        rows = shift(counted, 1 + k)
+        wanted = teacher[shift(rank, 1 + k)[rows]]
+        logits = F.linear(features[rows].to(drafter.rows.dtype), drafter.rows).float()
+        cross = (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
+        if drafter.feature_loss:
+            true = shift(batch.hidden, 1 + k)[rows].float()
+            cross = cross + drafter.feature_loss * F.smooth_l1_loss(features[rows].float(), true)
+        total = total + _DECAY**k * cross
+        weights += _DECAY**k
+    return total / weights
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Greedy drafting, simulated. `per_position[i]` is P(draft i + 1 accepted), unconditional."""
+
+    gamma: int
+    steps: int
+    accepted: int
+    per_position: tuple[float, ...]
+    top1: float  # of the first draft, over all rows
+
+    @property
+    def mean_length(self) -> float:
+        """(accepted + steps) / steps, the bonus token included."""
+        return 1 + self.accepted / max(self.steps, 1)
+
+
+@torch.no_grad()
+def simulate(
+    drafter: Drafter, store: FeatureStore, indices: Sequence[int], gamma: int, device: torch.device
+) -> Acceptance:
+    """Draft a chain of `gamma` tokens wherever a verify step would begin, as the engine does.
+
+    Chains read their own drafts and their own states. The conversations' answers must be greedy: they
+    stand for what the target would say. A chain is right as long as it says the same.
+    """
+    accepted_at = torch.zeros(gamma + 1, dtype=torch.int64)
+    first_right = first_all = 0
+    for start in range(0, len(indices), 8):
+        group = indices[start : start + 8]
+        batch = store.batch(group, taps=drafter.needs_taps, device=device)
+        right = _chains(drafter, batch, gamma)
+        rows = shift(batch.answer, 1) & shift(batch.valid, 2)
+        first_right += int((right[0] & rows).sum())
+        first_all += int(rows.sum())
+        lengths = torch.stack(right).long().cumprod(0).sum(0).tolist()
+        for row, i in enumerate(group):
+            conversation = store.conversations[i]
+            t, last = conversation.start - 1, len(conversation.ids) - 1
+            while t + 2 <= last:  # token t + 1 is known, t + 2 is the first to be drafted
+                accepted = lengths[row][t]
+                accepted_at[accepted] += 1
+                t += accepted + 1
+    steps = int(accepted_at.sum())
+    at_least = accepted_at.flip(0).cumsum(0).flip(0)
+    return Acceptance(
+        gamma,
+        steps,
+        int((accepted_at * torch.arange(gamma + 1)).sum()),
+        tuple(float(at_least[i + 1]) / max(steps, 1) for i in range(gamma)),
+        first_right / max(first_all, 1),
+    )
+
+
+def _chains(drafter: Drafter, batch: Batch, gamma: int) -> list[torch.Tensor]:
+    """For each step [B, T]: is the draft of the chain that starts at row t the target's token?"""
+    ids = drafter.draft_ids
+    rows = drafter.rows if ids is not None else drafter.target.lm_head
+    begins = shift(batch.answer, 1)
+    right: list[torch.Tensor] = []
+
+    def guess(k: int, features: torch.Tensor) -> torch.Tensor:
+        truth = shift(batch.ids, 2 + k)
+        read = begins & shift(batch.valid, 2 + k)
+        best = F.linear(features[read].to(rows.dtype), rows).argmax(-1)
+        drafts = truth.clone()  # before the answer, what is read does not matter
+        drafts[read] = best if ids is None else ids[best]
+        right.append((drafts == truth) & read)
+        return drafts
+
+    found = drafter.features(batch, gamma, guess)
+    if not right:  # a method that reads no drafts
+        for k, features in enumerate(found):
+            guess(k, features)
+    return right + [torch.zeros_like(right[0])] * (gamma - len(right))
