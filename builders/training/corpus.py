@@ -247,12 +247,11 @@ def _run(
             token = _draw(logits[row], tokens[row], warmth, plan.top_p, slot.rng)
             state = _extend(slot, token, template, plan, refused)
             if state == "done":
-                yield (
-                    left,
-                    Conversation(slot.index, slot.prompt, tuple(slot.ids), slot.start, slot.temperature),
-                )
+                record = Conversation(slot.index, slot.prompt, tuple(slot.ids), slot.start, slot.temperature)
+                # Its last token was never read: that row of states is stale, and nothing reads it.
+                yield left, record, states[i, : len(slot.ids)]
             if state != "going":
-                slots[i] = fresh()
+                slots[i] = place(i)
 
 
 def _extend(
