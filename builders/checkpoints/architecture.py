@@ -7,8 +7,8 @@ reported as a warning. Where they cannot decide, or tensors contradict each othe
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from builders.checkpoints.claims import Claims, rope, sliding
@@ -23,6 +23,7 @@ __all__ = [
     "UnknownTensorError",
     "is_buffer",
     "prove",
+    "prove_layer",
     "recognise",
 ]
 
@@ -136,94 +137,192 @@ def prove(
     return _Proof(tensors, config, place).result()
 
 
+def prove_layer(
+    tensors: Mapping[str, TensorRef],
+    config: Claims,
+    place: str,
+    *,
+    hidden: int,
+    attention_width: int,
+    norms: tuple[str, ...],
+    others: Mapping[str, tuple[int, ...]],
+    spell: Callable[[str], str],
+) -> tuple[DecoderConfig, tuple[str, ...]]:
+    """As `prove`, of one decoder layer that stands in a drafter's head instead of a whole model.
+
+    The family is what the tensors say: the layer of a Qwen3 where queries and keys have norms, else of a
+    Llama, with or without biases. `vocab_size` is left at 0 for the caller, who knows it.
+
+    Args:
+        tensors: by canonical name (`model.layers.0.…`), and nothing but the layer's and `others`.
+        hidden: width of the residual stream.
+        attention_width: width of what q, k and v read.
+        norms: those of the layer's norms that this head has.
+        others: shapes of the tensors outside the layer, by canonical name.
+        spell: a canonical name as the checkpoint spells it, for messages.
+    """
+    proof = _Proof(tensors, config, place, spell)
+    layer = proof.layer(hidden, attention_width)
+    proof.check_tensors({**others, **layer.tensors(0, norms)})
+    proof.check_activation()
+    proof.claim("hidden_size", hidden)
+    proof.claim("num_hidden_layers", 1)
+    proof.claim_layer(layer)
+    proved = DecoderConfig(
+        family="qwen3" if layer.qk_norm else "llama",
+        vocab_size=0,
+        hidden_size=hidden,
+        intermediate_size=layer.intermediate,
+        num_layers=1,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope=rope(config),
+        max_position=config.integer("max_position_embeddings", 2048),
+        tie_embeddings=False,
+        qkv_bias=layer.qkv_bias,
+        o_bias=layer.o_bias,
+        mlp_bias=layer.mlp_bias,
+        qk_norm=layer.qk_norm,
+        dtype=proof.dtype([f"model.layers.0.{part}.weight" for part in layer.linear]),
+    )
+    return proved, tuple(proof.warnings)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What layer 0 proves of every layer: sizes, and which optional parts there are."""
+
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    linear: Mapping[str, tuple[int, int]]  # module -> shape of its weight
+
+    def tensors(self, index: int, norms: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+        """The shapes of a layer's tensors, by name."""
+        prefix = f"model.layers.{index}."
+        biased = [part for part in self.linear if (self.qkv_bias, self.o_bias, self.mlp_bias)[_group(part)]]
+        shapes: dict[str, tuple[int, ...]] = {f"{prefix}{norm}.weight": (self.hidden,) for norm in norms}
+        shapes |= {f"{prefix}{norm}.weight": (self.head_dim,) for norm in _QK_NORMS if self.qk_norm}
+        shapes |= {f"{prefix}{part}.weight": shape for part, shape in self.linear.items()}
+        shapes |= {f"{prefix}{part}.bias": self.linear[part][:1] for part in biased}
+        return shapes
+
+
 class _Proof:
     """One checkpoint's proof; keeps the warnings on the way."""
 
-    def __init__(self, tensors: Mapping[str, TensorRef], config: Claims, place: str) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorRef],
+        config: Claims,
+        place: str,
+        spell: Callable[[str], str] = str,
+    ) -> None:
         self.tensors = tensors
         self.config = config
         self.place = place
+        self.spell = spell
         self.warnings: list[str] = []
 
     def result(self) -> tuple[DecoderConfig, tuple[str, ...]]:
         family = self.family()
         num_layers = self.num_layers()
-        # Layer 0 says which optional parts the layers have; afterwards all must have the same.
-        qkv_bias = any(f"model.layers.0.{part}.bias" in self.tensors for part in _QKV)
-        o_bias = f"model.layers.0.{_O}.bias" in self.tensors
-        mlp_bias = any(f"model.layers.0.{part}.bias" in self.tensors for part in _MLP)
-        qk_norm = any(f"model.layers.0.{part}.weight" in self.tensors for part in _QK_NORMS)
-        self.check_family(family, qkv_bias, o_bias, mlp_bias, qk_norm)
-
         vocab_size, hidden = self.matrix(_EMBED)
+        layer = self.layer(hidden, hidden, family)
         tied = _HEAD not in self.tensors
-        intermediate = self.matrix("model.layers.0.mlp.gate_proj.weight")[0]
-        q_rows = self.matrix(f"model.layers.0.{_QKV[0]}.weight")[0]
-        kv_rows = self.matrix(f"model.layers.0.{_QKV[1]}.weight")[0]
-        head_dim, num_heads, num_kv_heads = self.heads(hidden, q_rows, kv_rows, qk_norm)
 
-        expected = {_EMBED: (vocab_size, hidden), _NORM: (hidden,)}
+        expected: dict[str, tuple[int, ...]] = {_EMBED: (vocab_size, hidden), _NORM: (hidden,)}
         if not tied:
             expected[_HEAD] = (vocab_size, hidden)
-        linear = {
-            _QKV[0]: (q_rows, hidden),
-            _QKV[1]: (kv_rows, hidden),
-            _QKV[2]: (kv_rows, hidden),
-            _O: (hidden, q_rows),
-            _MLP[0]: (intermediate, hidden),
-            _MLP[1]: (intermediate, hidden),
-            _MLP[2]: (hidden, intermediate),
-        }
-        biased = {part for part in linear if (qkv_bias, o_bias, mlp_bias)[_group(part)]}
-        for layer in range(num_layers):
-            prefix = f"model.layers.{layer}."
-            expected |= {f"{prefix}{norm}.weight": (hidden,) for norm in _LAYER_NORMS}
-            expected |= {f"{prefix}{norm}.weight": (head_dim,) for norm in _QK_NORMS if qk_norm}
-            expected |= {f"{prefix}{part}.weight": shape for part, shape in linear.items()}
-            expected |= {f"{prefix}{part}.bias": linear[part][:1] for part in biased}
+        for index in range(num_layers):
+            expected |= layer.tensors(index, _LAYER_NORMS)
         self.check_tensors(expected)
         dtype = self.dtype(
-            [f"model.layers.{layer}.{part}.weight" for layer in range(num_layers) for part in linear]
+            [f"model.layers.{index}.{part}.weight" for index in range(num_layers) for part in layer.linear]
         )
 
         claim = self.claim
         claim("vocab_size", vocab_size)
         claim("hidden_size", hidden)
-        claim("intermediate_size", intermediate)
         claim("num_hidden_layers", num_layers)
-        claim("num_attention_heads", num_heads)
-        claim("num_key_value_heads", num_kv_heads)
         claim("tie_word_embeddings", tied)
+        self.claim_layer(layer)
         if family == "llama":
-            claim("attention_bias", qkv_bias)
-            claim("mlp_bias", mlp_bias)
+            claim("attention_bias", layer.qkv_bias)
+            claim("mlp_bias", layer.mlp_bias)
         claim("dtype" if self.config.get("dtype") is not None else "torch_dtype", _FLOATS[dtype])
 
-        if self.config.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise self.config.error("hidden_act", repr(self.config.get("hidden_act"))[:100], "silu")
+        self.check_activation()
         window, sliding_layers = sliding(self.config, family, num_layers)
         proved = DecoderConfig(
             family=family,
             vocab_size=vocab_size,
             hidden_size=hidden,
-            intermediate_size=intermediate,
+            intermediate_size=layer.intermediate,
             num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
             rms_norm_eps=self.config.number("rms_norm_eps", 1e-6),
             rope=rope(self.config),
             max_position=self.config.integer("max_position_embeddings"),
             tie_embeddings=tied,
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-            mlp_bias=mlp_bias,
-            qk_norm=qk_norm,
+            qkv_bias=layer.qkv_bias,
+            o_bias=layer.o_bias,
+            mlp_bias=layer.mlp_bias,
+            qk_norm=layer.qk_norm,
             sliding_window=window,
             sliding_layers=sliding_layers,
             dtype=dtype,
         )
         return proved, tuple(self.warnings)
+
+    def layer(self, hidden: int, attention_width: int, family: str | None = None) -> _Layer:
+        """What layer 0 says of all layers; afterwards they are checked to be like it.
+
+        Args:
+            hidden: width of the residual stream; attention_width: of what q, k and v read.
+            family: checked for the parts that it must or cannot have; None: any.
+        """
+        qkv_bias = any(f"model.layers.0.{part}.bias" in self.tensors for part in _QKV)
+        o_bias = f"model.layers.0.{_O}.bias" in self.tensors
+        mlp_bias = any(f"model.layers.0.{part}.bias" in self.tensors for part in _MLP)
+        qk_norm = any(f"model.layers.0.{part}.weight" in self.tensors for part in _QK_NORMS)
+        if family is not None:
+            self.check_family(family, qkv_bias, o_bias, mlp_bias, qk_norm)
+        intermediate = self.matrix("model.layers.0.mlp.gate_proj.weight")[0]
+        q_rows = self.matrix(f"model.layers.0.{_QKV[0]}.weight")[0]
+        kv_rows = self.matrix(f"model.layers.0.{_QKV[1]}.weight")[0]
+        head_dim, num_heads, num_kv_heads = self.heads(hidden, q_rows, kv_rows, qk_norm)
+        linear = {
+            _QKV[0]: (q_rows, attention_width),
+            _QKV[1]: (kv_rows, attention_width),
+            _QKV[2]: (kv_rows, attention_width),
+            _O: (hidden, q_rows),
+            _MLP[0]: (intermediate, hidden),
+            _MLP[1]: (intermediate, hidden),
+            _MLP[2]: (hidden, intermediate),
+        }
+        return _Layer(
+            hidden=hidden,
+            intermediate=intermediate,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            mlp_bias=mlp_bias,
+            qk_norm=qk_norm,
+            linear=linear,
+        )
 
     def family(self) -> Literal["llama", "mistral", "qwen2", "qwen3"]:
         claimed = self.config.get("model_type")
@@ -274,11 +373,9 @@ class _Proof:
     def matrix(self, name: str) -> tuple[int, int]:
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise MissingTensorError("it is not there", place=f"{self.place}:{name}")
+            raise MissingTensorError("it is not there", place=self.at(name))
         if len(tensor.shape) != 2 or 0 in tensor.shape:
-            raise ContradictionError(
-                f"shape {list(tensor.shape)}", place=f"{self.place}:{name}", allowed="a matrix"
-            )
+            raise ContradictionError(f"shape {list(tensor.shape)}", place=self.at(name), allowed="a matrix")
         return tensor.shape[0], tensor.shape[1]
 
     def heads(self, hidden: int, q_rows: int, kv_rows: int, qk_norm: bool) -> tuple[int, int, int]:
@@ -298,17 +395,16 @@ class _Proof:
             )
         else:
             head_dim = hidden // claimed_heads
-        place = f"{self.place}:model.layers.0.{{}}_proj.weight"
         if q_rows % head_dim or (not qk_norm and q_rows != claimed_heads * head_dim):
             raise ContradictionError(
                 f"{q_rows} rows of q, and config.json says {claimed_heads} heads of {head_dim}",
-                place=place.format("self_attn.q"),
+                place=self.at(f"model.layers.0.{_QKV[0]}.weight"),
                 allowed="rows = heads × head_dim",
             )
         if kv_rows % head_dim or (q_rows // head_dim) % (kv_rows // head_dim):
             raise ContradictionError(
                 f"{kv_rows} rows of k, {q_rows} of q, heads of {head_dim}",
-                place=place.format("self_attn.k"),
+                place=self.at(f"model.layers.0.{_QKV[1]}.weight"),
                 allowed="whole heads, and a number of heads that the number of KV heads divides",
             )
         if head_dim % 2:
@@ -321,22 +417,18 @@ class _Proof:
         for name, shape in expected.items():
             tensor = self.tensors.get(name)
             if tensor is None:
-                raise MissingTensorError(
-                    "it is not there", place=f"{self.place}:{name}", allowed=f"{list(shape)}"
-                )
+                raise MissingTensorError("it is not there", place=self.at(name), allowed=f"{list(shape)}")
             if tensor.shape != shape:
                 raise ContradictionError(
-                    f"shape {list(tensor.shape)}", place=f"{self.place}:{name}", allowed=f"{list(shape)}"
+                    f"shape {list(tensor.shape)}", place=self.at(name), allowed=f"{list(shape)}"
                 )
             if tensor.dtype not in _FLOATS:
-                raise QuantizedError(
-                    f"dtype {tensor.dtype}", place=f"{self.place}:{name}", allowed=", ".join(_FLOATS)
-                )
+                raise QuantizedError(f"dtype {tensor.dtype}", place=self.at(name), allowed=", ".join(_FLOATS))
         strange = next((name for name in self.tensors if name not in expected), None)
         if strange is not None:
             raise UnknownTensorError(
                 "a tensor that the family does not have, or that layer 0 does not",
-                place=f"{self.place}:{strange}",
+                place=self.at(strange),
             )
 
     def dtype(self, names: list[str]) -> str:
@@ -347,12 +439,20 @@ class _Proof:
             )
         return found.pop()
 
+    def check_activation(self) -> None:
+        if self.config.get("hidden_act", "silu") not in ("silu", "swish"):
+            raise self.config.error("hidden_act", repr(self.config.get("hidden_act"))[:100], "silu")
+
+    def claim_layer(self, layer: _Layer) -> None:
+        self.claim("intermediate_size", layer.intermediate)
+        self.claim("num_attention_heads", layer.num_heads)
+        self.claim("num_key_value_heads", layer.num_kv_heads)
+
     def claim(self, key: str, proved: object) -> None:
-        claimed = self.config.get(key)
-        if claimed is not None and claimed != proved:
-            self.warnings.append(
-                f"{Path(self.config.place).name} says {key} = {claimed!r}; the tensors prove {proved!r}"[:200]
-            )
+        self.warnings += self.config.contradicted(key, proved)
+
+    def at(self, name: str) -> str:
+        return f"{self.place}:{self.spell(name)}"
 
 
 def _group(part: str) -> int:

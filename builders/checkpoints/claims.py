@@ -65,6 +65,14 @@ class Claims:
             raise self.error(key, _shown(value), "true or false")
         return value
 
+    def contradicted(self, key: str, proved: object) -> tuple[str, ...]:
+        """A warning where the key is there and says something else than what the tensors prove."""
+        claimed = self.get(key)
+        if claimed is None or claimed == proved:
+            return ()
+        name = Path(self.place).name
+        return (f"{name} says {key} = {claimed!r}; the tensors prove {proved!r}"[:200],)
+
     def section(self, key: str) -> Claims | None:
         """A nested object, None where the key is absent. Raises ConfigError."""
         value = self.get(key)
