@@ -10,7 +10,6 @@ STAMP := $(VENV)/.installed
 GGUF := build/downloads/SmolLM2-135M-Instruct.Q4_1.gguf
 GGUF_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 TARGET := build/checkpoints/smollm2-135m
-DRAFTER := build/checkpoints/smollm2-135m-first-8
 SPECS := $(wildcard examples/*.yaml)
 SOURCES := engines builders triton_repo pipelines
 PYTEST_FLAGS ?=
@@ -18,10 +17,10 @@ PYTEST_FLAGS ?=
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
-build-engines: $(STAMP) $(TARGET)/config.json $(DRAFTER)/config.json  ## set up, fetch the demo model, build its engines
+build-engines: $(STAMP) $(TARGET)/config.json  ## set up, fetch the demo model, build its engines
 	@$(BIN)/trtspec build $(SPECS)
 
-test: $(STAMP) $(TARGET)/config.json $(DRAFTER)/config.json  ## run the whole test suite
+test: $(STAMP) $(TARGET)/config.json  ## run the whole test suite
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 check: $(STAMP)  ## format, lint, types, import rules
@@ -63,8 +62,4 @@ $(GGUF):
 
 $(TARGET)/config.json: $(GGUF) | $(STAMP)
 	@$(BIN)/trtspec convert $(GGUF) -o $(TARGET)
-	@touch $@
-
-$(DRAFTER)/config.json: $(TARGET)/config.json | $(STAMP)
-	@$(BIN)/trtspec truncate $(TARGET) --layers 8 -o $(DRAFTER)
 	@touch $@

@@ -1,6 +1,6 @@
 """Does a mode's measured speedup follow the formula? For every fused mode of the demo model.
 
-    python benchmarks/formula.py [--rounds 3] [--tokens 96]
+    python benchmarks/formula.py [--rounds 3] [--tokens 96] [--only NAME]
 
 Measured: decoding time (prefill left out) of the plain and the speculating arm over the same prompts,
 alternating. Predicted: tokens a step (the article's E, from the measured acceptance) over the cost of a
@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from builders.compilers.onnxruntime import compile_step  # noqa: E402
-from engines.acceptance import expected_tokens_per_step  # noqa: E402
-from engines.bundle import open_bundle  # noqa: E402
+from engines.acceptance import AcceptanceStats, expected_tokens_per_step  # noqa: E402
+from engines.bundle import EngineFacts, open_bundle  # noqa: E402
 from engines.decoding import Decoder, Request  # noqa: E402
 from engines.drafting.adaptive import step_cost_at  # noqa: E402
 from engines.sessions.onnxruntime import OnnxSession  # noqa: E402
@@ -31,12 +32,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--only", default="", help="engines whose name contains this")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    print("| mode | γ | accepted | α | E measured | E of α | step cost | predicted | measured | off by |")
+    print("| engine | effective γ | accepted | α | E measured | E of α | step cost | predicted | measured | off by |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for name in ("smollm2-ngram", "smollm2-layer-skip", "smollm2-draft-model"):
-        row(ROOT / "build/bundles" / name, options)
+    for path in sorted((ROOT / "build/bundles").iterdir()):
+        facts = open_bundle(path).manifest.engine
+        if facts.gamma and facts.precision == "fp32" and (not options.only or options.only in path.name):
+            row(path, options)
 
 
 def row(path: Path, options: argparse.Namespace) -> None:
@@ -62,21 +66,30 @@ def row(path: Path, options: argparse.Namespace) -> None:
                     stats = done.acceptance if stats is None else stats.merge(done.acceptance)
         assert stats is not None
         ratios.append(seconds[0] / seconds[facts.gamma])
-        # drafted_at[i]: steps that had a draft token i; so steps of exactly g draft tokens follow.
-        at = [stats.steps, *stats.drafted_at, 0]
-        lengths = [at[g] - at[g + 1] for g in range(facts.gamma + 1)]
-        cost = sum(n * step_cost_at(curve, g + 1) for g, n in enumerate(lengths)) / stats.steps
+        cost = mean_cost(stats, curve, facts)
         predictions.append((stats.mean_acceptance_length / cost, cost))
     measured = statistics.median(ratios)
     predicted, cost = statistics.median(predictions)
-    mean_length = stats.drafted / stats.steps
+    mean_length = stats.mean_draft_length
     print(
-        f"| {facts.method} | {facts.gamma} | {stats.acceptance_rate:.2f} | {stats.conditional_rate:.2f}"
+        f"| {path.name} | {mean_length:.1f} | {stats.acceptance_rate:.2f} | {stats.conditional_rate:.2f}"
         f" | {stats.mean_acceptance_length:.2f}"
         f" | {expected_tokens_per_step(stats.conditional_rate, round(mean_length)):.2f} | {cost:.2f}"
         f" | {predicted:.2f} | {measured:.2f} | {measured / predicted - 1:+.1%} |",
         flush=True,
     )
+
+
+def mean_cost(stats: AcceptanceStats, curve: Sequence[float], facts: EngineFacts) -> float:
+    """Of a step, in plain steps, by the draft lengths that were used."""
+    if facts.method == "lookahead":  # its curve counts draft tokens, and steps differ in their trees
+        tokens = stats.drafted / stats.steps
+        low = int(tokens)
+        return step_cost_at(curve, low + 1) * (1 - tokens + low) + step_cost_at(curve, low + 2) * (tokens - low)
+    # drafted_at[i]: steps that had a draft token i; so steps of exactly g draft tokens follow.
+    at = [stats.steps, *stats.drafted_at, 0]
+    lengths = [at[g] - at[g + 1] for g in range(facts.gamma + 1)]
+    return sum(n * step_cost_at(curve, g + 1) for g, n in enumerate(lengths)) / stats.steps
 
 
 if __name__ == "__main__":

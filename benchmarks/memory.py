@@ -60,9 +60,7 @@ def capacities(path: Path) -> None:
     base = bundle.manifest.engine
     print("\n| cache capacity | step with 0 drafts | with 4 |\n|---|---|---|")
     for capacity in (1024, 4096, 16384):
-        facts = EngineFacts.model_validate(
-            {**base.model_dump(), "cache_capacity": capacity, "max_seq_len": capacity, "gamma": 4}
-        )
+        facts = EngineFacts.model_validate({**base.model_dump(), "max_seq_len": capacity, "gamma": 4})
         found = compile_step(bundle.file(base.graph), facts, threads=2)
         cells = [f"{found.plain_seconds * cost * 1e3:.1f} ms" for cost in (1.0, found.step_cost[4])]
         print(f"| {capacity} | {' | '.join(cells)} |", flush=True)

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from builders.checkpoints.heads.types import EagleHead, MedusaHeads
 from builders.checkpoints.types import Checkpoint, TokenizerFacts
 from engines.errors import PairingError
 
-__all__ = ["PairingProof", "VocabularyMismatchError", "pair"]
+__all__ = ["PairingProof", "VocabularyMismatchError", "pair", "pair_head"]
 
 _SHOWN = 5  # differing tokens in a message
 
@@ -96,6 +97,21 @@ def pair(target: Checkpoint, drafter: Checkpoint, *, max_seq_len: int | None = N
         max_position=min(target.config.max_position, drafter.config.max_position),
         notes=_notes(target, drafter, *facts),
     )
+
+
+def pair_head(target: Checkpoint, head: EagleHead | MedusaHeads) -> dict[str, Any]:
+    """What is known of heads and their target; `read_head` has proved that they fit. For the manifest."""
+    shape: dict[str, Any] = {"draft_vocabulary": target.config.vocab_size, "taps": []}
+    if isinstance(head, EagleHead):
+        shape = {"draft_vocabulary": head.config.vocab_size, "taps": list(head.taps)}
+    return {
+        "target": target.fingerprint,
+        "drafter": head.fingerprint,
+        "format": head.format,
+        **shape,
+        "own_lm_head": head.own_lm_head,
+        "notes": list(head.warnings),
+    }
 
 
 def _width(role: str, real: int, width: int) -> list[str]:

@@ -27,6 +27,7 @@ class AcceptanceStats:
         drafted_at: [i] steps that drafted a token at position i.
         tried_at: [i] of these, the steps that had accepted every position before i.
         accepted_at: [i] of these, the steps that accepted position i.
+        siblings: draft tokens of trees beyond one a position.
 
     Rates are nan where nothing was counted.
     """
@@ -35,6 +36,7 @@ class AcceptanceStats:
     drafted_at: list[int] = field(default_factory=list)
     tried_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    siblings: int = 0
 
     @classmethod
     def empty(cls, gamma: int) -> AcceptanceStats:
@@ -53,11 +55,16 @@ class AcceptanceStats:
             stats.record(len(histogram) - 1, accepted, steps)
         return stats
 
-    def record(self, drafted: int, accepted: int, steps: int = 1) -> None:
-        """Count `steps` steps that drafted `drafted` tokens and accepted the first `accepted`."""
+    def record(self, drafted: int, accepted: int, steps: int = 1, *, nodes: int | None = None) -> None:
+        """Count `steps` steps that drafted `drafted` tokens and accepted the first `accepted`.
+
+        Args:
+            nodes: draft tokens, where they form a tree: `drafted` is then its depth.
+        """
         if not 0 <= accepted <= drafted:
             raise ValueError(f"{accepted} tokens accepted of {drafted}")
         self.steps += steps
+        self.siblings += steps * ((drafted if nodes is None else nodes) - drafted)
         for counts, length in (
             (self.drafted_at, drafted),
             (self.tried_at, min(accepted + 1, drafted)),
@@ -74,12 +81,13 @@ class AcceptanceStats:
             _add(self.drafted_at, other.drafted_at),
             _add(self.tried_at, other.tried_at),
             _add(self.accepted_at, other.accepted_at),
+            self.siblings + other.siblings,
         )
 
     @property
     def drafted(self) -> int:
         """Draft tokens verified."""
-        return sum(self.drafted_at)
+        return sum(self.drafted_at) + self.siblings
 
     @property
     def accepted(self) -> int:
@@ -108,6 +116,11 @@ class AcceptanceStats:
         return _ratio(self.accepted + self.steps, self.steps)
 
     @property
+    def mean_draft_length(self) -> float:
+        """The effective γ: positions drafted a step; a tree counts by its depth."""
+        return _ratio(sum(self.drafted_at), self.steps)
+
+    @property
     def unconditional(self) -> list[float]:
         """[i] P(position i accepted), over the steps that drafted it."""
         return [_ratio(a, d) for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
@@ -131,7 +144,9 @@ class AcceptanceStats:
             "rejections": self.rejections,
             "acceptance_rate": _json(self.acceptance_rate),
             "mean_acceptance_length": _json(self.mean_acceptance_length),
+            "mean_draft_length": _json(self.mean_draft_length),
             "conditional_rate": _json(self.conditional_rate),
+            "siblings": self.siblings,
             "drafted_at": list(self.drafted_at),
             "tried_at": list(self.tried_at),
             "accepted_at": list(self.accepted_at),

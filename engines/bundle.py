@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from engines.drafting.lookahead import lookahead_size
 from engines.errors import BundleError
 from engines.files import FileError, atomic_write, read_json, read_text, resolve_inside, sha256_file
+from engines.trees import TreeError, from_choices
 
 __all__ = [
     "COMPLETE",
@@ -27,19 +29,27 @@ __all__ = [
     "Bundle",
     "CacheShape",
     "CheckpointFacts",
+    "DynamicTree",
     "EngineFacts",
     "FileFacts",
+    "LookaheadSize",
     "Manifest",
+    "Method",
+    "StaticTree",
+    "TypicalAcceptance",
+    "is_older_bundle",
     "list_files",
     "open_bundle",
     "read_manifest",
     "seal_bundle",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+Method = Literal["none", "draft_model", "medusa", "eagle", "eagle3", "layer_skip", "ngram", "lookahead"]
 MANIFEST = "manifest.json"
 COMPLETE = "_COMPLETE"
 MAX_MANIFEST = 16 << 20
+MAX_NODES = 1024  # draft tokens a step
 
 
 class IncompleteBundleError(BundleError):
@@ -109,34 +119,74 @@ class CheckpointFacts(_Record):
     dtype: str
 
 
+class StaticTree(_Record):
+    """A tree of draft tokens of fixed shape: `choices` are its paths, see `engines.trees.from_choices`."""
+
+    choices: tuple[tuple[int, ...], ...]
+
+
+class DynamicTree(_Record):
+    """A tree that grows by the drafter's confidence (EAGLE-2).
+
+    Attributes:
+        top_k: nodes expanded a level, and children looked at of each.
+        nodes: draft tokens that are kept for verification.
+    """
+
+    top_k: int = Field(ge=1, le=64)
+    nodes: int = Field(ge=1, le=1024)
+
+
+class LookaheadSize(_Record):
+    """Sizes of lookahead decoding: window W, n-gram N and guesses G, see `engines.drafting.lookahead`."""
+
+    window: int = Field(ge=1)
+    ngram: int = Field(ge=2)
+    guesses: int = Field(ge=1)
+
+
+class TypicalAcceptance(_Record):
+    """ε and α of typical acceptance, see `engines.verification.reference.verify_typical`."""
+
+    posterior_threshold: float = Field(gt=0, lt=1)
+    posterior_alpha: float = Field(gt=0, le=1)
+
+
 class EngineFacts(_Record):
     """What the runtime needs to know of the engine.
 
     Attributes:
-        gamma: draft tokens a step at most.
+        gamma: levels of draft tokens a step at most; in a chain, draft tokens.
+        tree: `medusa`, `eagle`, `eagle3`: the shape of the drafts; None: a chain.
+        confidence_threshold: drafting stops where the drafter's probability of its path falls below.
+        feature_width: floats that the drafter reads of the target's hidden states per position.
         exit_layer: `layer_skip`: how many of the target's layers draft.
-        min_match, max_match: `ngram`: tokens of a match.
+        min_match: `ngram`: tokens of a match at least.
+        lookahead: `lookahead`: its sizes.
+        typical: the parameters of `verification` typical, which is not lossless.
         lossless: the output is that of the target alone, up to the margin rule.
-        cache_capacity: positions per sequence: `max_seq_len` and one step's draft tokens.
         vocab_size: real tokens; wider logits were cut.
         margin_tolerance: of the margin rule, in logits.
-        step_cost: entry g: a step with g draft tokens, drafting included, in plain steps; measured at
-            build time, batch 1.
+        step_cost: entry g: a step with g draft tokens (of a tree that the graph drafts: levels),
+            drafting included, in plain steps; measured at build time, batch 1.
     """
 
     graph: str = "step.onnx"
-    method: Literal["none", "draft_model", "layer_skip", "ngram"]
+    method: Method
     gamma: int = Field(ge=0)
+    tree: StaticTree | DynamicTree | None = None
+    confidence_threshold: float = Field(default=0.0, ge=0, le=1)
+    feature_width: int = Field(default=0, ge=0)
     exit_layer: int | None = None
     min_match: int = 1
-    max_match: int = 8
-    verification: Literal["exact", "greedy"] = "exact"
+    lookahead: LookaheadSize | None = None
+    verification: Literal["exact", "greedy", "typical"] = "exact"
+    typical: TypicalAcceptance | None = None
     precision: Literal["fp32", "int8"] = "fp32"
     lossless: bool = True
     lossless_note: str = ""
     max_batch_size: int = Field(ge=1)
     max_seq_len: int = Field(ge=1)
-    cache_capacity: int = Field(ge=1)
     vocab_size: int = Field(ge=1)
     target_cache: CacheShape
     draft_cache: CacheShape | None = None
@@ -144,11 +194,55 @@ class EngineFacts(_Record):
     margin_tolerance: float = Field(ge=0)
     step_cost: tuple[Annotated[float, Field(gt=0)], ...] = ()
 
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> EngineFacts:
+        """What one field says of another; the graph was emitted for these facts."""
+        rules = (
+            (self.verification == "typical", self.typical is not None, "verification typical, typical"),
+            (self.method == "lookahead", self.lookahead is not None, "method lookahead, lookahead"),
+            (self.method == "layer_skip", self.exit_layer is not None, "method layer_skip, exit_layer"),
+            (self.method == "none", self.gamma == 0, "method none, gamma 0"),
+        )
+        for one, other, what in rules:
+            if one != other:
+                raise ValueError(f"one without the other: {what}")
+        if self.lossless and (self.typical is not None or self.precision == "int8"):
+            raise ValueError("typical acceptance and int8 are not lossless")
+        if self.tree is not None and self.method not in ("medusa", "eagle", "eagle3"):
+            raise ValueError(f"method {self.method} drafts no tree")
+        if isinstance(self.tree, StaticTree):
+            try:
+                shape = from_choices(self.tree.choices, max_depth=self.gamma, max_nodes=MAX_NODES)
+            except TreeError as error:
+                raise ValueError(str(error)) from error
+            if shape.depth != self.gamma:
+                raise ValueError(f"a tree of {shape.depth} levels, and gamma {self.gamma}")
+        return self
+
+    @property
+    def drafts_in_graph(self) -> bool:
+        """Does the step draft, not the host?"""
+        return self.method not in ("none", "ngram", "lookahead")
+
+    @property
+    def draft_tokens(self) -> int:
+        """Draft tokens a step at most; in a tree more than γ."""
+        if self.lookahead is not None:
+            return lookahead_size(self.lookahead.window, self.lookahead.ngram, self.lookahead.guesses)
+        if isinstance(self.tree, StaticTree):
+            return len(self.tree.choices)
+        return self.gamma if self.tree is None else self.tree.nodes
+
+    @property
+    def cache_capacity(self) -> int:
+        """Positions per sequence: `max_seq_len`, and a place for the last step's rejected rows."""
+        return self.max_seq_len + self.draft_tokens
+
 
 class Manifest(_Record):
     """`manifest.json`."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     name: str
     created: str  # UTC, ISO 8601
     trtspec_version: str
@@ -246,6 +340,23 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         IncompleteBundleError, EditedBundleError, LinkError, SchemaError: see `open_bundle`.
     """
+    return _parse(_sealed_manifest(path))
+
+
+def is_older_bundle(path: Path) -> bool:
+    """Is this a finished, untouched bundle that an earlier version wrote, and nothing else?"""
+    try:
+        raw = read_json(_sealed_manifest(path), max_bytes=MAX_MANIFEST)
+    except (BundleError, FileError):
+        return False
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    files = raw.get("files") if isinstance(raw, dict) else None
+    older = isinstance(version, int) and 0 < version < SCHEMA_VERSION
+    return older and isinstance(files, dict) and list_files(path) <= {*files, MANIFEST, COMPLETE}
+
+
+def _sealed_manifest(path: Path) -> Path:
+    """The manifest's file, if it is what was sealed."""
     manifest_file, complete_file = path / MANIFEST, path / COMPLETE
     for file in (manifest_file, complete_file):
         if not file.is_file():
@@ -258,7 +369,7 @@ def read_manifest(path: Path) -> Manifest:
         raise EditedBundleError(error.found, place=complete_file, allowed="one SHA-256") from error
     if sealed != sha256_file(manifest_file):
         raise EditedBundleError("the manifest was changed after the build", place=manifest_file)
-    return _parse(manifest_file)
+    return manifest_file
 
 
 def _parse(file: Path) -> Manifest:

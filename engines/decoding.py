@@ -19,16 +19,22 @@ import numpy.typing as npt
 from engines.acceptance import AcceptanceStats
 from engines.bundle import EngineFacts
 from engines.drafting.adaptive import DraftLength
-from engines.drafting.ngram import NgramIndex
+from engines.drafting.lookahead import Lookahead, TreeProposal
+from engines.drafting.suffix_automaton import SuffixAutomaton
 from engines.errors import EngineError, UsageError
 from engines.sampling import SamplingParams
-from engines.sessions.base import IntArray, StepInputs, StepOutputs, StepSession
+from engines.sessions.base import (
+    MAX_CONTEXT,
+    FloatArray,
+    IntArray,
+    Pending,
+    StepInputs,
+    StepOutputs,
+    StepSession,
+)
 from engines.uniforms import uniforms
 
 __all__ = ["Completion", "Decoder", "FinishReason", "PhaseTimes", "Request", "RequestError"]
-
-PREFILL_CHUNK = 256  # prompt tokens a step: bounds both activations and the stall of running streams
-NGRAM_PRIOR = (0.25, 0.45, 0.6, 0.75, 0.8, 0.85, 0.9)  # α by match length, before a sequence shows its own
 
 
 class RequestError(UsageError):
@@ -62,7 +68,9 @@ class Request:
         prompt: token ids, at least one.
         max_new_tokens: output tokens at most; None: up to the engine's context.
         stop_tokens: ids that end the output (and are not part of it); None: the engine's own.
-        gamma: draft tokens a step at most; None: the engine's; 0: plain decoding.
+        gamma: draft tokens a step at most, of a tree levels; None: the engine's; 0: plain decoding.
+        confidence_threshold: drafting stops where the drafter's own probability of its path falls below;
+            None: the engine's; 0: never.
         sequence: distinguishes sequences of one seed; part of the key of every random draw.
     """
 
@@ -71,6 +79,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_tokens: frozenset[int] | None = None
     gamma: int | None = None
+    confidence_threshold: float | None = None
     sequence: int = 0
 
 
@@ -110,20 +119,27 @@ class _Sequence:
         self.end = self.prompt_length + max_new
         self.length = 0  # positions in the target's cache
         self.draft_length = 0  # positions in the drafter's cache
+        self.features: FloatArray | None = None  # [n, F]: of the positions that the drafter has not read
         self.on_tokens = on_tokens
         stop = request.stop_tokens
         self.stop_tokens = frozenset(facts.eos_token_ids) if stop is None else stop
         self.gamma = facts.gamma if request.gamma is None else request.gamma
+        threshold = request.confidence_threshold
+        self.threshold = facts.confidence_threshold if threshold is None else threshold
         self.stats = AcceptanceStats.empty(facts.gamma)
         self.reason: FinishReason | None = None
         self.started = 0.0
         self.prefill_seconds = 0.0
         self.match = 0
-        self.ngrams: NgramIndex | None = None
+        self.ngrams: SuffixAutomaton | None = None
         if facts.method == "ngram" and self.gamma > 0:
-            self.ngrams = NgramIndex(facts.min_match, facts.max_match)
+            self.ngrams = SuffixAutomaton(facts.min_match)
             self.ngrams.extend(self.tokens)
-            self.policy = DraftLength(facts.step_cost or [1.0], NGRAM_PRIOR)
+            self.policy = DraftLength(facts.step_cost or [1.0])
+        self.lookahead: Lookahead | None = None
+        if facts.lookahead is not None and self.gamma > 0:
+            size = facts.lookahead
+            self.lookahead = Lookahead(self.tokens, size.window, size.ngram, size.guesses)
 
     @property
     def prefilled(self) -> bool:
@@ -224,9 +240,9 @@ class Decoder:
         sequence = _Sequence(Request(tokens), self._facts, 0, None)
         self._active = [(0, sequence)]
         try:
-            for start in range(0, len(tokens), PREFILL_CHUNK):
-                chunk = np.array([tokens[start : start + PREFILL_CHUNK]], np.int64)
-                outputs = self._run([sequence], 0, chunk, context=None, want_logits=True)
+            for start in range(0, len(tokens), MAX_CONTEXT):
+                chunk = np.array([tokens[start : start + MAX_CONTEXT]], np.int64)
+                outputs = self._run([sequence], 0, chunk, want_logits=True)
                 sequence.length += chunk.shape[1]
         finally:
             self._active = []
@@ -238,7 +254,7 @@ class Decoder:
 
     def _prefill(self) -> None:
         """One chunk of the first unfinished prompt; several short prompts may follow each other."""
-        budget = PREFILL_CHUNK
+        budget = MAX_CONTEXT
         for slot, (_, sequence) in enumerate(self._active):
             while not sequence.prefilled and sequence.reason is None and budget > 0:
                 begin = time.perf_counter()
@@ -246,13 +262,18 @@ class Decoder:
                 stop = min(sequence.length + budget, sequence.prompt_length)
                 chunk = np.array([sequence.tokens[sequence.length : stop]], np.int64)
                 budget -= chunk.shape[1]
-                outputs = self._run([sequence], slot, chunk, context=chunk)
+                pending = self._pending([sequence], stop)
+                outputs = self._run([sequence], slot, chunk, pending=pending)
+                self._keep_features(sequence, outputs, 0, chunk.shape[1])
                 now = time.perf_counter()
                 self.times.prefill += now - begin
-                sequence.length = sequence.draft_length = stop
+                sequence.length = stop
                 if stop == sequence.prompt_length:
                     sequence.prefill_seconds = now - sequence.started
-                    self._append(sequence, [int(outputs.emitted[0, 0])])
+                    first = [int(outputs.emitted[0, 0])]
+                    if sequence.lookahead is not None:
+                        sequence.lookahead.extend(first)
+                    self._append(sequence, first)
 
     def _decode(self) -> None:
         """One fused step over the slots whose prompts are done."""
@@ -260,56 +281,91 @@ class Decoder:
         if not ready:
             return
         begin = time.perf_counter()
-        drafts, counts, steps = self._propose(ready)
+        proposals, counts = self._propose(ready)
         tokens = np.array([[s.tokens[-1]] for s in ready], np.int64)
-        context = self._draft_context(ready, steps)
+        pending = self._pending(ready, None)
         proposed = time.perf_counter()
-        outputs = self._run(ready, 0, tokens, context=context, steps=steps, drafts=drafts, counts=counts)
+        outputs = self._run(ready, 0, tokens, pending=pending, counts=counts, proposals=proposals)
         done = time.perf_counter()
         self.times.propose += proposed - begin
         self.times.step += done - proposed
         self.times.steps += 1
         for i, sequence in enumerate(ready):
-            accepted, drafted = int(outputs.accepted[i]), int(counts[i])
-            sequence.stats.record(drafted, accepted)
+            accepted, nodes = int(outputs.accepted[i]), int(outputs.verified[i])
+            levels = nodes
+            if self._facts.drafts_in_graph:
+                levels = int(outputs.levels[i])
+            elif proposals is not None:
+                levels = _depth(proposals[i])
+            sequence.stats.record(levels, accepted, nodes=nodes)
             if sequence.ngrams is not None:
-                sequence.policy.observe(sequence.match, drafted, accepted)
-            known = len(sequence.tokens)
-            sequence.length = known + accepted
-            if context is not None and context.shape[1]:
-                # Of the draft tokens, the drafter itself has run all but the last.
-                sequence.draft_length = known + min(accepted, max(steps - 1, 0))
-            self._append(sequence, [int(t) for t in outputs.emitted[i, : accepted + 1]])
+                sequence.policy.observe(sequence.match, nodes, accepted)
+            emitted = [int(t) for t in outputs.emitted[i, : accepted + 1]]
+            if sequence.lookahead is not None and outputs.choice is not None:
+                sequence.lookahead.observe(outputs.choice[i], emitted)
+            sequence.length = len(sequence.tokens) + accepted
+            self._keep_features(sequence, outputs, i, accepted + 1)
+            self._append(sequence, emitted)
 
-    def _propose(self, ready: list[_Sequence]) -> tuple[IntArray | None, IntArray, int]:
-        """Draft tokens (host-side methods), their counts, and the number of in-graph steps."""
+    def _propose(self, ready: list[_Sequence]) -> tuple[list[TreeProposal] | None, IntArray]:
+        """The host's draft tokens, if it is the host that drafts, and `StepInputs.draft_counts`."""
         limits = [s.room(self._facts.gamma) for s in ready]
-        if self._facts.method in ("draft_model", "layer_skip"):
-            return None, np.array(limits, np.int64), max(limits)
-        rows: list[list[int]] = []
+        if self._facts.drafts_in_graph:
+            return None, np.array(limits, np.int64)
+        proposals = []
         for sequence, limit in zip(ready, limits, strict=True):
-            draft: list[int] = []
-            if sequence.ngrams is not None and limit > 0:
-                proposal = sequence.ngrams.propose(limit)
-                sequence.match = proposal.match
-                draft = proposal.tokens[: sequence.policy.choose(proposal.match, limit, len(ready))]
-            rows.append(draft)
-        counts = np.array([len(r) for r in rows], np.int64)
-        width = int(counts.max())
-        drafts = np.array([r + [0] * (width - len(r)) for r in rows], np.int64).reshape(len(rows), width)
-        return drafts, counts, 0
+            proposal = TreeProposal([], [])
+            if sequence.lookahead is not None and limit > 0:
+                proposal = sequence.lookahead.propose(self._facts.draft_tokens)
+            elif sequence.ngrams is not None and limit > 0:
+                found = sequence.ngrams.propose(limit)
+                sequence.match = found.match
+                length = sequence.policy.choose(found.match, limit, len(ready))
+                proposal = TreeProposal(found.tokens[:length], list(range(length)))
+            proposals.append(proposal)
+        return proposals, np.array([len(p.tokens) for p in proposals], np.int64)
 
-    def _draft_context(self, ready: list[_Sequence], steps: int) -> IntArray | None:
-        """Committed tokens for the drafter's own cache: equally many a sequence, as the longest lag asks.
+    def _pending(self, sequences: list[_Sequence], stop: int | None) -> Pending | None:
+        """What the drafter has not seen of each sequence that speculates, up to token `stop`.
 
-        A sequence that lags less repeats tokens; writing them again changes nothing. One that does not
-        speculate does not count: its drafter is never asked.
+        A drafter with a cache of its own reads what came since its last call; a head that also reads
+        the target's features lags one token behind, for it sees each token with the feature before it.
         """
-        if self._facts.draft_cache is None or steps == 0:
+        facts = self._facts
+        if facts.draft_cache is None and not facts.feature_width:
             return None
-        lag = max(len(s.tokens) - s.draft_length for s in ready if s.gamma > 0)
-        width = min(lag, min(len(s.tokens) for s in ready))
-        return np.array([s.tokens[len(s.tokens) - width :] for s in ready], np.int64)
+        rows: list[list[int]] = []
+        for sequence in sequences:
+            known = sequence.tokens[:stop]
+            if sequence.gamma == 0:
+                rows.append([])
+            elif facts.feature_width:
+                count = 0 if sequence.features is None else len(sequence.features)
+                rows.append(
+                    known[sequence.draft_length + 1 :][:count] if facts.draft_cache else known[-count:]
+                )
+            else:
+                rows.append(known[sequence.draft_length :])
+        width = max(len(r) for r in rows)
+        features = None
+        if facts.feature_width:
+            features = np.zeros((len(rows), width, facts.feature_width), np.float32)
+            for i, sequence in enumerate(sequences):
+                if rows[i] and sequence.features is not None:
+                    features[i, : len(rows[i])] = sequence.features
+        return Pending(
+            tokens=np.array([r + [0] * (width - len(r)) for r in rows], np.int64).reshape(len(rows), width),
+            counts=np.array([len(r) for r in rows], np.int64),
+            lengths=np.array([s.draft_length for s in sequences], np.int64),
+            features=features,
+        )
+
+    def _keep_features(self, sequence: _Sequence, outputs: StepOutputs, row: int, count: int) -> None:
+        """After a step: the drafter has read what was pending; `count` new positions have features."""
+        if outputs.features is None or sequence.gamma == 0:
+            return
+        rows = outputs.features[row, :count]
+        sequence.features = rows.copy() if self._facts.draft_cache is not None else rows[-1:].copy()
 
     def _run(
         self,
@@ -317,14 +373,20 @@ class Decoder:
         slot: int,
         tokens: IntArray,
         *,
-        context: IntArray | None,
-        steps: int = 0,
-        drafts: IntArray | None = None,
+        pending: Pending | None = None,
         counts: IntArray | None = None,
+        proposals: list[TreeProposal] | None = None,
         want_logits: bool = False,
     ) -> StepOutputs:
-        batch, width = tokens.shape
-        rows = 1 + (steps if drafts is None else drafts.shape[1])
+        facts, (batch, width) = self._facts, tokens.shape
+        counts = np.zeros(batch, np.int64) if counts is None else counts
+        nodes = int(counts.max())
+        drafts = parents = None
+        levels = nodes
+        if proposals is not None:
+            drafts = np.array([_padded(p.tokens, nodes) for p in proposals], np.int64).reshape(batch, nodes)
+            parents = np.array([_padded(p.parents, nodes) for p in proposals], np.int64).reshape(batch, nodes)
+            levels = max(_depth(p) for p in proposals)
         sampling = [s.request.sampling for s in sequences]
         temperature = np.array([p.temperature for p in sampling], np.float32)
         if temperature.any():
@@ -332,34 +394,37 @@ class Decoder:
                 np.array([p.seed for p in sampling], np.uint64),
                 np.array([s.request.sequence for s in sequences], np.uint64),
                 np.array([len(s.tokens) for s in sequences], np.int64),
-                rows,
+                levels + 1,
             )
         else:
-            draws = np.zeros((batch, rows, 3), np.float32)
-        own_cache = self._facts.draft_cache is not None and context is not None
-        starts = [s.draft_length for s in sequences]
-        if own_cache and steps:
-            starts = [len(s.tokens) - context.shape[1] for s in sequences]  # type: ignore[union-attr]
+            draws = np.zeros((batch, levels + 1, 3), np.float32)
         longest = max(len(s.tokens) for _, s in self._active)
-        self._session.reserve(longest + self._facts.gamma + 1)
+        pending_end = 0
+        if facts.draft_cache is not None:
+            pending_end = max(s.draft_length for _, s in self._active)
+            pending_end += 0 if pending is None else pending.tokens.shape[1]
+        self._session.reserve(longest + facts.draft_tokens + 1, pending_end)
         outputs = self._session.step(
             StepInputs(
                 slot=slot,
                 tokens=tokens,
                 token_counts=np.full(batch, width, np.int64),
                 lengths=np.array([s.length for s in sequences], np.int64),
-                draft_counts=np.zeros(batch, np.int64) if counts is None else counts,
+                draft_counts=counts,
                 temperature=temperature,
                 top_k=np.array([p.top_k for p in sampling], np.int64),
                 top_p=np.array([p.top_p for p in sampling], np.float32),
                 uniforms=draws,
                 draft_tokens=drafts,
-                draft_steps=steps,
-                draft_context=context if own_cache else None,
-                draft_lengths=np.array(starts, np.int64) if own_cache else None,
+                draft_parents=parents,
+                draft_threshold=np.array([s.threshold for s in sequences], np.float32),
+                pending=pending,
             ),
             want_logits=want_logits,
         )
+        if pending is not None and facts.draft_cache is not None:
+            for sequence, count in zip(sequences, pending.counts, strict=True):
+                sequence.draft_length += int(count)
         if not outputs.finite.all():
             raise NonFiniteLogitsError(
                 f"NaN or infinity among the target's logits after {len(sequences[0].tokens)} tokens"
@@ -427,6 +492,17 @@ class Decoder:
                 place="sampling.temperature",
                 allowed="0: this engine was built with verification: greedy",
             )
+        threshold = request.confidence_threshold
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise RequestError(
+                f"confidence_threshold {threshold}", place="confidence_threshold", allowed="0 … 1"
+            )
+        if threshold and not facts.drafts_in_graph:
+            raise RequestError(
+                f"confidence_threshold {threshold}",
+                place="confidence_threshold",
+                allowed=f"none: drafts of method {facts.method} have no confidence",
+            )
         if request.max_new_tokens is not None and request.max_new_tokens < 0:
             raise RequestError(
                 f"max_new_tokens = {request.max_new_tokens}", place="max_new_tokens", allowed="0 or more"
@@ -437,3 +513,15 @@ def _completion(sequence: _Sequence) -> Completion:
     assert sequence.reason is not None
     output = sequence.tokens[sequence.prompt_length :]
     return Completion(output, sequence.reason, sequence.stats, sequence.prefill_seconds)
+
+
+def _padded(values: list[int], width: int) -> list[int]:
+    return values + [0] * (width - len(values))
+
+
+def _depth(proposal: TreeProposal) -> int:
+    """Levels of a proposed tree."""
+    depths = [0]
+    for parent in proposal.parents:
+        depths.append(depths[parent] + 1)
+    return max(depths)

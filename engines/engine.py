@@ -130,6 +130,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         stop: Sequence[str] = (),
         gamma: int | None = None,
+        confidence_threshold: float | None = None,
         on_text: OnText | None = None,
     ) -> Generation:
         """Generate one output; see `generate_batch`. `on_text` is called with each new piece of text."""
@@ -139,6 +140,7 @@ class Engine:
             sampling=sampling,
             stop=stop,
             gamma=gamma,
+            confidence_threshold=confidence_threshold,
             on_text=None if on_text is None else lambda _, text: on_text(text),
         )[0]
 
@@ -151,6 +153,7 @@ class Engine:
         stop: Sequence[str] = (),
         stop_tokens: Sequence[int] | None = None,
         gamma: int | None = None,
+        confidence_threshold: float | None = None,
         on_text: Callable[[int, str], object] | None = None,
     ) -> list[Generation]:
         """Generate one output a prompt, decoding as many together as there are slots.
@@ -161,11 +164,13 @@ class Engine:
             sampling: None: greedy. Output i is drawn as sequence i of the seed.
             stop: texts that end an output and are not part of it.
             stop_tokens: None: the model's own end-of-text tokens.
-            gamma: draft tokens a step at most; None: the engine's own; 0: plain decoding.
+            gamma: draft tokens a step at most (of a tree: levels); None: the engine's own; 0: plain decoding.
+            confidence_threshold: drafting stops where the drafter's own probability of what it has drafted
+                falls below; None: the engine's own; 0: never.
             on_text: called with a prompt's index and its new text.
 
         Raises:
-            RequestError: a prompt is empty or too long, or γ is out of range.
+            RequestError: a prompt is empty or too long, or γ or the threshold is out of range.
             ChatTemplateError: the chat template refuses the messages.
             NonFiniteLogitsError: the target computed NaN or infinity.
         """
@@ -182,6 +187,7 @@ class Engine:
                     sampling=sampling or SamplingParams(),
                     stop_tokens=None if stop_tokens is None else frozenset(stop_tokens),
                     gamma=gamma,
+                    confidence_threshold=confidence_threshold,
                     sequence=index,
                 )
                 streams[self._decoder.submit(request, stream.push)] = (index, stream)

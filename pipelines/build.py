@@ -15,15 +15,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from builders.checkpoints.heads.types import EagleHead, MedusaHeads
 from builders.checkpoints.reader import read_checkpoint
 from builders.checkpoints.types import Checkpoint
 from engines.bundle import (
     COMPLETE,
     MANIFEST,
     Bundle,
-    CacheShape,
     CheckpointFacts,
+    DynamicTree,
     EngineFacts,
+    LookaheadSize,
+    StaticTree,
+    TypicalAcceptance,
+    is_older_bundle,
     list_files,
     open_bundle,
     read_manifest,
@@ -33,14 +38,16 @@ from engines.errors import EngineError, MachineError, TrtspecError, UsageError
 from engines.exactness import TOLERANCES
 from engines.files import atomic_write, link_or_copy, need_space, publish_folder, sha256_file
 from pipelines.console import BuildConsole, duration, megabytes
-from pipelines.spec import DeploymentSpec
+from pipelines.spec import DeploymentSpec, DynamicTreeSpec
 from pipelines.stages import RECORD, Progress, Result, Stage, StageCache, source_digest
 
 __all__ = ["Build", "BuildRow", "Estimate", "LosslessnessError", "prompt_set", "summary"]
 
+Drafter = Checkpoint | EagleHead | MedusaHeads
 TOOLS = ("trtspec", "onnx", "onnxruntime", "numpy", "tokenizers", "gguf", "pydantic")
 MEASURED_TOKENS = 48  # per prompt and arm: enough to see acceptance, short enough for every build
 MAX_GAP = TOLERANCES["F32"]
+TYPICAL_NOTE = "typical acceptance takes probable draft tokens, not only those that the target would draw"
 INT8_NOTE = "int8 logits depend on the number of tokens in a step, so the text can differ from plain decoding"
 
 
@@ -63,6 +70,12 @@ class NoTokenizerError(UsageError):
 
     rule = "build.no-tokenizer"
     remedy_text = "Put the model's tokenizer.json and tokenizer_config.json beside its weights."
+
+
+class MethodError(UsageError):
+    """The drafter's checkpoint holds another method's heads than the spec says."""
+
+    rule = "spec.method"
 
 
 class LimitError(UsageError):
@@ -114,8 +127,28 @@ class Build:
 
     # -- the stages -------------------------------------------------------------------------------
 
-    def _convert_stage(self, source: Path) -> Stage:
-        """GGUF → Hugging Face folder."""
+    def _intake_stage(self, source: Path) -> Stage | None:
+        """The stage that makes a checkpoint a folder of plain safetensors files; None: it is one."""
+        from builders.checkpoints.heads.convert import convert_head, needs_conversion
+
+        if source.suffix == ".gguf" and source.is_file():
+            return self._gguf_stage(source)
+        if not needs_conversion(source):
+            return None
+
+        def work(folder: Path, progress: Progress) -> Mapping[str, Any]:
+            convert_head(source, folder / "checkpoint")
+            return {}
+
+        files = [source] if source.is_file() else sorted(f for f in source.iterdir() if f.is_file())
+        size = sum(f.stat().st_size for f in files)
+        inputs = {
+            "files": {f.name: sha256_file(f) for f in files},
+            "code": source_digest("builders.checkpoints"),
+        }
+        return Stage("intake", inputs, work, seconds=size / 50e6, size=4 * size)
+
+    def _gguf_stage(self, source: Path) -> Stage:
         from builders.checkpoints.gguf import convert_gguf
 
         def work(folder: Path, progress: Progress) -> Mapping[str, Any]:
@@ -136,18 +169,40 @@ class Build:
         return self._checkpoint(self.spec.target.checkpoint)
 
     @cached_property
-    def drafter(self) -> Checkpoint | None:
-        """The drafter's checkpoint, where the method has one."""
-        path = self.spec.drafter.checkpoint
-        return None if path is None else self._checkpoint(path)
+    def drafter(self) -> Drafter | None:
+        """The drafter's checkpoint, or its heads, where the method has any."""
+        from builders.checkpoints.heads.reader import read_head
 
-    def _checkpoint(self, path: Path) -> Checkpoint:
-        if path.suffix == ".gguf" and path.is_file():
-            path = self._run(self._convert_stage(path)).folder / "checkpoint"
-        checkpoint = read_checkpoint(path)
-        for warning in checkpoint.warnings:
-            self.console.line(f"{self.spec.name}: warning: {warning}")
+        path = self.spec.drafter.checkpoint
+        if path is None:
+            return None
+        if self.spec.drafter.method == "draft_model":
+            return self._checkpoint(path, borrow=self.target)
+        head = read_head(self._converted(path), self.target)
+        found = head.method
+        if found != self.spec.drafter.method:
+            raise MethodError(
+                f"heads of method {found}",
+                place=f"{self.spec.name}: drafter.checkpoint {path}",
+                allowed=f"heads of method {self.spec.drafter.method}",
+                remedy=f"Set drafter.method to {found}, or choose other heads.",
+            )
+        self._warn(head.warnings)
+        return head
+
+    def _checkpoint(self, path: Path, borrow: Checkpoint | None = None) -> Checkpoint:
+        checkpoint = read_checkpoint(self._converted(path), borrow=borrow)
+        self._warn(checkpoint.warnings)
         return checkpoint
+
+    def _converted(self, path: Path) -> Path:
+        """A folder of plain safetensors files, converted first if need be."""
+        stage = self._intake_stage(path)
+        return path if stage is None else self._run(stage).folder / "checkpoint"
+
+    def _warn(self, warnings: Sequence[str]) -> None:
+        for warning in warnings:
+            self.console.line(f"{self.spec.name}: warning: {warning}")
 
     @cached_property
     def vocab_size(self) -> int:
@@ -156,16 +211,21 @@ class Build:
         width = self.target.config.vocab_size
         return width if tokenizer is None else min(tokenizer.size, width)
 
-    def _pairing_stage(self, drafter: Checkpoint) -> Stage:
-        from builders.pairing import pair
+    def _pairing_stage(self, drafter: Drafter) -> Stage:
+        from builders.checkpoints.heads.values import check_values
+        from builders.pairing import pair, pair_head
 
         target, limit = self.target, self.spec.limits.max_seq_len
 
         def work(folder: Path, progress: Progress) -> Mapping[str, Any]:
-            return pair(target, drafter, max_seq_len=limit).to_dict()
+            if isinstance(drafter, Checkpoint):
+                return pair(target, drafter, max_seq_len=limit).to_dict()
+            check_values(drafter)
+            return pair_head(target, drafter)
 
         inputs = {
             "fingerprints": [target.fingerprint, drafter.fingerprint],
+            "weights": {} if isinstance(drafter, Checkpoint) else _digests(drafter),
             "texts": [_text_digests(target), _text_digests(drafter)],
             "limit": limit,
             "code": source_digest("builders"),
@@ -185,28 +245,19 @@ class Build:
         inputs = {"weights": _digests(target), "code": source_digest("builders")}
         return Stage("quantize", inputs, work, seconds=size / 60e6, size=size)
 
-    def _emit_stage(self, target: Checkpoint, drafter: Checkpoint | None) -> Stage:
+    def _emit_stage(self, target: Checkpoint, drafter: Drafter | None) -> Stage:
         from builders.graph.step import emit_step
 
-        spec = self.spec
+        facts = self.facts
         locations = {file: f"weights/target/{file.name}" for file in target.files}
         if drafter is not None:
-            locations |= {file: f"weights/drafter/{file.name}" for file in drafter.files}
+            own = {file: f"weights/drafter/{file.name}" for file in drafter.files}
+            locations = own | locations  # an embedding that is shared lies with the target
 
         def work(folder: Path, progress: Progress) -> Mapping[str, Any]:
             for file, relative in locations.items():
                 link_or_copy(file, folder / relative)
-            graph = emit_step(
-                target,
-                drafter,
-                method=spec.drafter.method,
-                gamma=spec.drafter.draft_length,
-                exit_layer=spec.drafter.exit_layer,
-                max_seq_len=spec.limits.max_seq_len,
-                vocab_size=self.vocab_size,
-                locations=locations,
-                out=folder,
-            )
+            nodes = emit_step(target, drafter, facts, locations=locations, out=folder)
             (folder / "tokenizer").mkdir()
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 if (self.target.path / name).exists():
@@ -214,28 +265,20 @@ class Build:
             template = self.target.tokenizer.chat_template if self.target.tokenizer else None
             if template is not None:  # wherever the checkpoint keeps it
                 atomic_write(folder / "tokenizer" / "chat_template.jinja", template)
-            draft_cache = graph.draft_cache.model_dump() if graph.draft_cache else None
-            return {
-                "nodes": graph.nodes,
-                "cache_capacity": graph.cache_capacity,
-                "target_cache": graph.target_cache.model_dump(),
-                "draft_cache": draft_cache,
-            }
+            return {"nodes": nodes}
 
         inputs = {
             "weights": {"target": _digests(target), "drafter": _digests(drafter) if drafter else {}},
-            "configs": [repr(c.config) for c in (target, drafter) if c],
+            "configs": [repr(target.config), repr(drafter)],
             "texts": _text_digests(self.target),
             "onnx": importlib.metadata.version("onnx"),
-            "drafter": spec.drafter.model_dump(mode="json", exclude={"checkpoint"}),
-            "max_seq_len": spec.limits.max_seq_len,
-            "vocab_size": self.vocab_size,
+            "facts": facts.model_dump(mode="json"),
             "code": source_digest("builders", "engines", "pipelines.build"),
         }
         return Stage("emit", inputs, work, seconds=1.0, size=1_000_000)
 
     def _compile_stage(self, emit: Stage, emitted: Result) -> Stage:
-        facts = self._facts(emitted)
+        facts = self.facts
 
         def work(folder: Path, progress: Progress) -> Mapping[str, Any]:
             return self._measure(emitted.folder, facts, progress)
@@ -251,29 +294,35 @@ class Build:
         }
         return Stage("compile", inputs, work, seconds=40.0)
 
-    def _facts(self, emitted: Result) -> EngineFacts:
+    @cached_property
+    def facts(self) -> EngineFacts:
+        """What the spec and the checkpoints say of the engine; measurements are added later."""
+        from builders.graph.step import engine_shapes
+
         spec = self.spec
         int8 = spec.quantization.scheme == "int8"
-        found = emitted.facts
+        typical = spec.verification == "typical"
         tokenizer = self.target.tokenizer
+        tree, lookahead = spec.drafter.tree, spec.drafter.lookahead.model_dump()
         return EngineFacts(
             method=spec.drafter.method,
             gamma=spec.drafter.draft_length,
+            tree=_tree_facts(tree),
+            confidence_threshold=spec.drafter.confidence_threshold,
+            lookahead=LookaheadSize(**lookahead) if spec.drafter.method == "lookahead" else None,
             exit_layer=spec.drafter.exit_layer,
             min_match=spec.drafter.min_match,
-            max_match=spec.drafter.max_match,
             verification=spec.verification,
             precision="int8" if int8 else "fp32",
-            lossless=not int8,
-            lossless_note=INT8_NOTE if int8 else "",
+            typical=TypicalAcceptance(**spec.typical.model_dump()) if typical else None,
+            lossless=not int8 and not typical,
+            lossless_note="; ".join(n for n, on in ((INT8_NOTE, int8), (TYPICAL_NOTE, typical)) if on),
             max_batch_size=spec.limits.max_batch_size,
             max_seq_len=spec.limits.max_seq_len,
-            cache_capacity=found["cache_capacity"],
             vocab_size=self.vocab_size,
-            target_cache=CacheShape.model_validate(found["target_cache"]),
-            draft_cache=CacheShape.model_validate(found["draft_cache"]) if found["draft_cache"] else None,
             eos_token_ids=() if tokenizer is None else tokenizer.eos_token_ids,
             margin_tolerance=MAX_GAP,
+            **engine_shapes(self.target, self.drafter),
         )
 
     def _measure(self, folder: Path, facts: EngineFacts, progress: Progress) -> Mapping[str, Any]:
@@ -334,6 +383,15 @@ class Build:
         self.console.line(f"{self.spec.name}: {self.out} ({duration(time.perf_counter() - begin)})")
         return BuildRow(bundle, self.out, dict(self._seconds))
 
+    def emit(self) -> Path:
+        """Build up to the graph: a folder with `step.onnx`, its weights and the tokenizer.
+
+        Raises:
+            TrtspecError: as for `run`.
+        """
+        self._check_limits()
+        return self._emitted()[1].folder
+
     def _emitted(self) -> tuple[Stage, Result]:
         target = self.target
         if self.spec.quantization.scheme == "int8":
@@ -358,6 +416,8 @@ class Build:
     def _check_output(self) -> None:
         """Only a bundle may be replaced, and only if nothing else lies in its folder."""
         if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
+            return
+        if is_older_bundle(self.out):
             return
         allowed = "a whole bundle, or nothing"
         try:
@@ -387,6 +447,15 @@ class Build:
                 allowed=f"1 … {config.num_layers - 1}: the target has {config.num_layers} layers",
                 remedy="Choose an earlier layer.",
             )
+        heads = self.drafter.num_heads if isinstance(self.drafter, MedusaHeads) else spec.drafter.draft_length
+        if spec.drafter.draft_length > heads:
+            deep = "tree" if spec.drafter.tree is not None else "gamma"
+            raise LimitError(
+                f"{spec.drafter.draft_length} levels of draft tokens",
+                place=f"{spec.name}: drafter.{deep}",
+                allowed=f"at most {heads}: there are {heads} Medusa heads",
+                remedy="Choose a shallower tree or a smaller gamma.",
+            )
         have = _memory()
         need = self.estimate().ram
         if have and need > have:
@@ -397,7 +466,7 @@ class Build:
     def _package(
         self, emit: Stage, emitted: Result, compiled: Mapping[str, Any], pairing: Mapping[str, Any] | None
     ) -> Bundle:
-        facts = self._facts(emitted).model_copy(update={"step_cost": tuple(compiled["step_cost"])})
+        facts = self.facts.model_copy(update={"step_cost": tuple(compiled["step_cost"])})
         manifest: dict[str, Any] = {
             "name": self.spec.name,
             "trtspec_version": importlib.metadata.version("trtspec"),
@@ -445,9 +514,9 @@ class Build:
         """
         self._check_output()
         for path in (self.spec.target.checkpoint, self.spec.drafter.checkpoint):
-            if path is None or path.suffix != ".gguf" or not path.is_file():
+            stage = None if path is None else self._intake_stage(path)
+            if stage is None:
                 continue
-            stage = self._convert_stage(path)
             if self.cache.find(stage) is None:
                 yield "intake", "to run", f"convert {path}, about {duration(stage.seconds)}"
                 yield "…", "to run", "the stages behind it follow from the converted checkpoint"
@@ -491,41 +560,52 @@ class Build:
     def estimate(self) -> Estimate:
         """Weights, caches and a tenth for activations; fp32 is what the CPU computes in."""
         limits, weights, cache, disk = self.spec.limits, 0, 0, 0
-        positions = limits.max_seq_len + self.spec.drafter.draft_length
+        positions = self.facts.cache_capacity
         for checkpoint in (self.target, self.drafter):
             if checkpoint is None:
                 continue
-            c = checkpoint.config
             size = checkpoint.num_parameters * 4
             if self.spec.quantization.scheme == "int8":
                 size = _weight_bytes(checkpoint) // 2
                 disk += size
             weights += size
+            if isinstance(checkpoint, MedusaHeads):
+                continue
+            c = checkpoint.config
             cache += 2 * c.num_layers * c.num_kv_heads * c.head_dim * positions * limits.max_batch_size * 4
         return Estimate(ram=int(weights * 1.3) + cache + 150_000_000, disk=disk + 5_000_000)
 
 
-def _checkpoint_facts(checkpoint: Checkpoint) -> CheckpointFacts:
+def _checkpoint_facts(checkpoint: Drafter) -> CheckpointFacts:
     return CheckpointFacts(
         path=str(checkpoint.path.name),
         fingerprint=checkpoint.fingerprint,
-        family=checkpoint.config.family,
+        family=checkpoint.config.family if isinstance(checkpoint, Checkpoint) else checkpoint.format,
         parameters=checkpoint.num_parameters,
-        dtype=checkpoint.config.dtype,
+        dtype=next(t.dtype for t in checkpoint.tensors.values() if len(t.shape) == 2),
     )
 
 
-def _weight_bytes(checkpoint: Checkpoint) -> int:
+def _tree_facts(
+    tree: DynamicTreeSpec | tuple[tuple[int, ...], ...] | None,
+) -> StaticTree | DynamicTree | None:
+    if isinstance(tree, DynamicTreeSpec):
+        return DynamicTree(top_k=tree.top_k, nodes=tree.nodes)
+    return None if tree is None else StaticTree(choices=tree)
+
+
+def _weight_bytes(checkpoint: Drafter) -> int:
     return sum(t.length for t in checkpoint.tensors.values())
 
 
-def _digests(checkpoint: Checkpoint) -> dict[str, str]:
+def _digests(checkpoint: Drafter) -> dict[str, str]:
     return {file.name: sha256_file(file) for file in checkpoint.files}
 
 
-def _text_digests(checkpoint: Checkpoint) -> dict[str, str]:
+def _text_digests(checkpoint: Drafter) -> dict[str, str]:
     """Of everything beside the weights that intake reads."""
-    files = sorted([*checkpoint.path.glob("*.json"), *checkpoint.path.glob("*.jinja")])
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    files = sorted([*folder.glob("*.json"), *folder.glob("*.jinja")])
     return {file.name: sha256_file(file) for file in files}
 
 

@@ -5,25 +5,44 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from engines.bundle import Method
 from engines.errors import UsageError
 from engines.files import read_text
+from engines.trees import NAMED_TREES, Tree, TreeError, from_choices
 
 __all__ = ["DeploymentSpec", "DrafterSpec", "SpecError", "load_spec"]
 
 MAX_SPEC = 64 << 10
 MAX_GAMMA = 16
+MAX_NODES = 256
 MAX_DEPTH = 16
+OWNERS = {
+    "checkpoint": ("draft_model", "medusa", "eagle", "eagle3"),
+    "gamma": ("draft_model", "medusa", "eagle", "eagle3", "layer_skip", "ngram"),
+    "tree": ("medusa", "eagle", "eagle3"),
+    "confidence_threshold": ("draft_model", "medusa", "eagle", "eagle3", "layer_skip"),
+    "exit_layer": ("layer_skip",),
+    "min_match": ("ngram",),
+    "lookahead": ("lookahead",),
+}
 LATER = {
-    "drafter.method": ("medusa", "eagle", "eagle3", "lookahead"),
     "quantization.scheme": ("fp8",),
     "compile.lane": ("trtllm", "llmapi"),
     "compile.compiler": ("tensorrt", "tensorrt_llm"),
-    "verification": ("typical",),
 }
 
 
@@ -44,48 +63,104 @@ class TargetSpec(_Section):
     checkpoint: Path
 
 
+class LookaheadSpec(_Section):
+    """Sizes of lookahead decoding: window W, n-gram N, guesses G."""
+
+    window: int = Field(default=4, ge=1, le=64, strict=True)
+    ngram: int = Field(default=3, ge=2, le=16, strict=True)
+    guesses: int = Field(default=4, ge=1, le=64, strict=True)
+
+
+class DynamicTreeSpec(_Section):
+    """A tree that grows by the drafter's confidence: `top_k` nodes a level, the best `nodes` kept."""
+
+    top_k: int = Field(ge=1, le=32, strict=True)
+    nodes: int = Field(ge=1, le=256, strict=True)
+
+
+TREE_TAGS = ("a list of paths", "a dynamic tree")  # pydantic puts them into the place of an error
+TreeShape = Annotated[
+    Annotated[tuple[tuple[int, ...], ...], Tag(TREE_TAGS[0])] | Annotated[DynamicTreeSpec, Tag(TREE_TAGS[1])],
+    Discriminator(lambda value: TREE_TAGS[isinstance(value, dict | DynamicTreeSpec)]),
+]
+
+
 class DrafterSpec(_Section):
     """How draft tokens come about.
 
     Attributes:
-        checkpoint: `draft_model` only.
-        gamma: draft tokens a step at most.
+        checkpoint: `draft_model`, `medusa`, `eagle`, `eagle3` only.
+        gamma: levels of draft tokens a step at most; in a chain, draft tokens.
+        tree: `medusa`, `eagle`, `eagle3` only. A named tree, a list of paths, or (not `medusa`) a
+            dynamic tree of `gamma` levels. Without it the drafts are a chain.
+        confidence_threshold: drafting stops where the drafter's own probability of what it drafted so
+            far falls below.
         exit_layer: `layer_skip` only: the target's first layers that draft.
-        min_match, max_match: `ngram` only: tokens of a match.
+        min_match: `ngram` only: tokens of a match at least.
+        lookahead: `lookahead` only: its sizes.
     """
 
-    method: Literal["none", "draft_model", "layer_skip", "ngram"] = "none"
+    method: Method = "none"
     checkpoint: Path | None = None
     gamma: int = Field(default=4, ge=1, le=MAX_GAMMA, strict=True)
+    tree: TreeShape | None = None
+    confidence_threshold: float = Field(default=0.0, ge=0, le=1)
     exit_layer: int | None = Field(default=None, ge=1, strict=True)
     min_match: int = Field(default=1, ge=1, le=16, strict=True)
-    max_match: int = Field(default=8, ge=1, le=16, strict=True)
+    lookahead: LookaheadSpec = LookaheadSpec()
+
+    @field_validator("tree", mode="before")
+    @classmethod
+    def _known_tree(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            if value not in NAMED_TREES:
+                known = ", ".join(NAMED_TREES)
+                raise ValueError(f"no tree is named {value!r}; there are {known}, or give a list of paths")
+            return NAMED_TREES[value]
+        return value
 
     @model_validator(mode="after")
     def _only_its_own_keys(self) -> DrafterSpec:
-        owners = {
-            "checkpoint": "draft_model",
-            "exit_layer": "layer_skip",
-            "min_match": "ngram",
-            "max_match": "ngram",
-        }
-        for key, owner in owners.items():
-            if key in self.model_fields_set and self.method != owner:
-                raise ValueError(f"{key} belongs to method {owner}, not to {self.method}")
-        if "gamma" in self.model_fields_set and self.method == "none":
-            raise ValueError("gamma without a drafting method; remove it or choose a method")
-        if self.method == "draft_model" and self.checkpoint is None:
-            raise ValueError("method draft_model needs a checkpoint")
+        for key, owners in OWNERS.items():
+            if key in self.model_fields_set and self.method not in owners:
+                raise ValueError(f"{key} belongs to method {' or '.join(owners)}, not to {self.method}")
+        if self.method in OWNERS["checkpoint"] and self.checkpoint is None:
+            raise ValueError(f"method {self.method} needs a checkpoint")
         if self.method == "layer_skip" and self.exit_layer is None:
             raise ValueError("method layer_skip needs exit_layer")
-        if self.min_match > self.max_match:
-            raise ValueError(f"min_match {self.min_match} is above max_match {self.max_match}")
+        if isinstance(self.tree, DynamicTreeSpec):
+            if self.method == "medusa":
+                raise ValueError("Medusa's heads do not see each other's tokens: its tree has a fixed shape")
+        elif self.tree is not None:
+            shape = self.static_tree
+            if "gamma" in self.model_fields_set and self.gamma != shape.depth:
+                raise ValueError(f"gamma {self.gamma} and a tree of {shape.depth} levels; remove gamma")
+            if self.confidence_threshold and self.method != "medusa":
+                raise ValueError("confidence_threshold stops chains and dynamic trees, not a fixed tree")
         return self
 
     @property
+    def static_tree(self) -> Tree:
+        """The fixed tree.
+
+        Raises:
+            ValueError: it is not a tree, or deeper than γ may be.
+        """
+        assert isinstance(self.tree, tuple)
+        try:
+            return from_choices(self.tree, max_depth=MAX_GAMMA, max_nodes=MAX_NODES)
+        except TreeError as error:
+            raise ValueError(f"{error.rule}: {error.found}") from error
+
+    @property
     def draft_length(self) -> int:
-        """γ; 0 for plain decoding."""
-        return 0 if self.method == "none" else self.gamma
+        """γ: levels of draft tokens; 0 for plain decoding."""
+        if self.method == "none":
+            return 0
+        if self.method == "lookahead":
+            size = self.lookahead
+            return max(size.ngram - 1, size.window + size.ngram - 3)
+        return self.static_tree.depth if isinstance(self.tree, tuple) else self.gamma
 
 
 class QuantizationSpec(_Section):
@@ -108,13 +183,25 @@ class CompileSpec(_Section):
     compiler: Literal["onnxruntime"] = "onnxruntime"
 
 
+class TypicalSpec(_Section):
+    """Typical acceptance (Medusa): a draft token passes if its probability is above min(ε, α·exp(-H)).
+
+    Not lossless: H is the entropy of the target's distribution, ε `posterior_threshold`, α
+    `posterior_alpha`.
+    """
+
+    posterior_threshold: float = Field(default=0.09, gt=0, lt=1)
+    posterior_alpha: float = Field(default=0.3, gt=0, le=1)
+
+
 class DeploymentSpec(_Section):
     """A whole deployment. Paths are relative to the folder that trtspec is started in."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     target: TargetSpec
     drafter: DrafterSpec = DrafterSpec()
-    verification: Literal["exact", "greedy"] = "exact"
+    verification: Literal["exact", "greedy", "typical"] = "exact"
+    typical: TypicalSpec = TypicalSpec()
     quantization: QuantizationSpec = QuantizationSpec()
     limits: LimitsSpec = LimitsSpec()
     compile: tuple[CompileSpec, ...] = (CompileSpec(),)
@@ -127,9 +214,19 @@ class DeploymentSpec(_Section):
         return value
 
     @model_validator(mode="after")
+    def _typical(self) -> DeploymentSpec:
+        if "typical" in self.model_fields_set and self.verification != "typical":
+            raise ValueError(f"typical belongs to verification typical, not to {self.verification}")
+        if self.verification == "typical" and self.drafter.method == "none":
+            raise ValueError("verification typical without draft tokens; choose a drafter.method")
+        return self
+
+    @model_validator(mode="after")
     def _quantized_drafts(self) -> DeploymentSpec:
-        if self.quantization.scheme == "int8" and self.drafter.method == "draft_model":
-            raise ValueError("quantization int8 covers the target only; use it with another drafter.method")
+        if self.quantization.scheme == "int8" and self.drafter.checkpoint is not None:
+            raise ValueError(
+                "quantization int8 covers the target only; use a drafter.method without checkpoint"
+            )
         return self
 
 
@@ -207,12 +304,13 @@ def _first_error(error: ValidationError, lines: Mapping[str, int], path: Path) -
         return lines.get(".".join(parts), 1)
 
     first = min(error.errors(), key=lambda e: line_of(e["loc"]))
-    key = ".".join(str(p) for p in first["loc"])
-    place = f"{path}:{line_of(first['loc'])}" + (f" {key}" if key else "")
+    location = tuple(part for part in first["loc"] if part not in TREE_TAGS)
+    key = ".".join(str(p) for p in location)
+    place = f"{path}:{line_of(location)}" + (f" {key}" if key else "")
     found = repr(first["input"]) if first["type"] != "missing" else "nothing"
-    generic = ".".join(str(p) for p in first["loc"] if not isinstance(p, int))
+    generic = ".".join(str(p) for p in location if not isinstance(p, int))
     if first["type"] == "extra_forbidden":
-        section, name = _section(first["loc"][:-1]), str(first["loc"][-1])
+        section, name = _section(location[:-1]), str(location[-1])
         near = difflib.get_close_matches(name, section.model_fields, 1)
         remedy = f"Did you mean {near[0]}?" if near else "Remove the key."
         return SpecError(f"unknown key {name!r}", place=place, allowed=_names(section), remedy=remedy)

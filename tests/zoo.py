@@ -18,10 +18,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from builders.checkpoints.heads.reader import read_head
 from builders.checkpoints.reader import read_checkpoint
 from builders.checkpoints.types import Checkpoint
-from builders.graph.step import emit_step
-from engines.bundle import CacheShape, EngineFacts
+from builders.graph.step import Drafter, emit_step, engine_shapes
+from engines.bundle import CacheShape, DynamicTree, EngineFacts, LookaheadSize, StaticTree
 from engines.sessions.base import StepInputs
 from engines.sessions.onnxruntime import OnnxSession
 
@@ -114,7 +115,6 @@ def engine_facts(target: Checkpoint, **changes: object) -> EngineFacts:
         "lossless": True,
         "max_batch_size": 8,
         "max_seq_len": 96,
-        "cache_capacity": 96,
         "vocab_size": config.vocab_size,
         "target_cache": CacheShape(
             layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim
@@ -137,10 +137,16 @@ def make_session(
     drafter: Path | None = None,
     vocab_size: int | None = None,
     max_seq_len: int = 96,
+    tree: StaticTree | DynamicTree | None = None,
+    lookahead: LookaheadSize | None = None,
+    verification: str = "exact",
+    confidence_threshold: float = 0.0,
 ) -> tuple[OnnxSession, EngineFacts]:
     """Emit the step of a checkpoint folder and load it, without the pipeline around it."""
     target = read_checkpoint(folder)
-    draft = read_checkpoint(drafter) if drafter else None
+    draft: Drafter | None = None
+    if drafter is not None:
+        draft = read_checkpoint(drafter) if method == "draft_model" else read_head(drafter, target)
     locations: dict[Path, str] = {}
     for who, checkpoint in (("target", target), ("drafter", draft)):
         for file in checkpoint.files if checkpoint else ():
@@ -148,28 +154,22 @@ def make_session(
             place.parent.mkdir(parents=True, exist_ok=True)
             place.hardlink_to(file)
             locations[file] = str(place.relative_to(out))
-    graph = emit_step(
-        target,
-        draft,
-        method=method,
-        gamma=gamma,
-        exit_layer=exit_layer,
-        max_seq_len=max_seq_len,
-        vocab_size=vocab_size or target.config.vocab_size,
-        locations=locations,
-        out=out,
-    )
     facts = engine_facts(
         target,
         method=method,
         gamma=gamma,
         exit_layer=exit_layer,
+        tree=tree,
+        lookahead=lookahead,
+        verification=verification,
+        lossless=verification != "typical",
+        confidence_threshold=confidence_threshold,
         max_seq_len=max_seq_len,
-        cache_capacity=graph.cache_capacity,
         vocab_size=vocab_size or target.config.vocab_size,
-        draft_cache=graph.draft_cache,
     )
-    return OnnxSession(graph.file, facts, threads=1), facts
+    facts = facts.model_copy(update=engine_shapes(target, draft))
+    emit_step(target, draft, facts, locations=locations, out=out)
+    return OnnxSession(out / facts.graph, facts, threads=1), facts
 
 
 def step_inputs(tokens: np.ndarray, lengths: list[int], **changes: object) -> StepInputs:

@@ -6,9 +6,10 @@ import hashlib
 from dataclasses import asdict
 from typing import Any
 
+from builders.checkpoints.heads.types import EagleHead, MedusaHeads
 from builders.checkpoints.types import Checkpoint, Rope
 
-__all__ = ["describe"]
+__all__ = ["describe", "describe_head"]
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -50,6 +51,37 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         else None,
         "warnings": list(checkpoint.warnings),
     }
+
+
+def describe_head(head: EagleHead | MedusaHeads) -> dict[str, Any]:
+    """The same of a drafter's heads."""
+    found = {
+        "path": str(head.path),
+        "fingerprint": head.fingerprint,
+        "method": head.method,
+        "format": head.format,
+        "parameters": head.num_parameters,
+        "bytes": sum(tensor.length for tensor in head.tensors.values()),
+        "own_lm_head": head.own_lm_head,
+    }
+    if isinstance(head, MedusaHeads):
+        found |= {"heads": head.num_heads, "layers": head.num_layers, "hidden_size": head.hidden_size}
+    else:
+        config = head.config
+        found |= {
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "heads": config.num_heads,
+            "kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "draft_vocabulary": config.vocab_size,
+            "own_embedding": head.own_embedding,
+            "taps": list(head.taps),
+            "fc_norm": head.fc_norm,
+            "head_norm": head.head_norm,
+            "rope": _rope(config.rope),
+        }
+    return found | {"warnings": list(head.warnings)}
 
 
 def _rope(rope: Rope) -> dict[str, Any]:

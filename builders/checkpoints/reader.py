@@ -19,6 +19,8 @@ from builders.checkpoints.types import Checkpoint
 
 __all__ = ["GgufInputError", "read_checkpoint"]
 
+EMBEDDING = "model.embed_tokens.weight"
+
 
 class GgufInputError(ArchitectureError):
     """A GGUF file was given where a checkpoint folder is needed."""
@@ -26,7 +28,7 @@ class GgufInputError(ArchitectureError):
     rule = "checkpoint.gguf-input"
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, *, borrow: Checkpoint | None = None) -> Checkpoint:
     """Reads and proves a checkpoint of the families Llama, Mistral, Qwen2 and Qwen3.
 
     The fingerprint is a SHA-256 over config.json, tokenizer.json and each weight file's name, size
@@ -34,6 +36,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
     Args:
         path: the folder.
+        borrow: a target, whose embedding (and with it its tokenizer) a draft model may share by leaving
+            its own out.
 
     Raises:
         CheckpointError: a narrow class of it, for whatever is wrong: missing, cut short, malformed,
@@ -47,6 +51,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise MissingFileError("a file", place=path, allowed="a checkpoint folder", remedy=remedy)
     place = str(path)
     tensors = {name: tensor for name, tensor in read_folder(path).items() if not is_buffer(name)}
+    shared = borrow if borrow is not None and EMBEDDING not in tensors else None
+    if shared is not None:
+        tensors[EMBEDDING] = shared.tensors[EMBEDDING]
     config_file = path / "config.json"
     values = read_json(config_file) if config_file.exists() else {}
     recognise(tensors, values, place)
@@ -54,7 +61,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise MissingFileError("no config.json, or an empty one", place=config_file)
     claims = Claims(values, config_file)
     config, warnings = prove(tensors, claims, place)
-    tokenizer, more = read_tokenizer(path, claims)
+    tokenizer, more = read_tokenizer(path, claims) if shared is None else (shared.tokenizer, ())
     if tokenizer is not None:
         beyond = [i for i in tokenizer.eos_token_ids if i >= config.vocab_size]
         if beyond:
@@ -64,7 +71,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 f"the tokenizer has ids up to {tokenizer.size - 1}; "
                 f"the tensors hold {config.vocab_size} rows: ids above cannot be used",
             )
-    files = sorted({tensor.file for tensor in tensors.values()})
+    files = sorted({t.file for name, t in tensors.items() if shared is None or name != EMBEDDING})
     return Checkpoint(
         path=path,
         config=config,

@@ -15,7 +15,7 @@ import numpy as np
 
 from engines.bundle import EngineFacts
 from engines.errors import EngineError
-from engines.sessions.base import StepInputs
+from engines.sessions.base import Pending, StepInputs
 from engines.sessions.onnxruntime import OnnxSession
 
 __all__ = ["Compiled", "compile_step"]
@@ -31,7 +31,8 @@ class Compiled:
     Attributes:
         load_seconds: from the file to a session.
         plain_seconds: one step without draft tokens, batch 1.
-        step_cost: entry g: a step with g draft tokens in units of a plain step, drafting included.
+        step_cost: entry g: a step with g draft tokens (of a tree that the graph drafts: levels) in units of
+            a plain step, drafting included.
     """
 
     load_seconds: float
@@ -40,7 +41,7 @@ class Compiled:
 
 
 def compile_step(graph: Path, facts: EngineFacts, *, threads: int) -> Compiled:
-    """Load `graph` and time steps of 0 … γ draft tokens.
+    """Load `graph` and time steps of every number of draft tokens.
 
     Every round times each length once, so that a busy machine slows all of them; medians count.
 
@@ -50,12 +51,13 @@ def compile_step(graph: Path, facts: EngineFacts, *, threads: int) -> Compiled:
     begin = time.perf_counter()
     session = OnnxSession(graph, facts, threads=threads, slots=1)
     load_seconds = time.perf_counter() - begin
-    session.reserve(PAST + facts.gamma + 2)
+    session.reserve(PAST + facts.draft_tokens + 2, 2 * PAST)
     past = min(PAST, facts.max_seq_len // 2)
     session.step(_inputs(facts, np.ones((1, past), np.int64), 0, 0))
-    seconds: list[list[float]] = [[] for _ in range(facts.gamma + 1)]
+    most = facts.gamma if facts.drafts_in_graph else facts.draft_tokens
+    seconds: list[list[float]] = [[] for _ in range(most + 1)]
     for round_number in range(ROUNDS + 1):
-        for drafts in range(facts.gamma + 1):
+        for drafts in range(most + 1):
             inputs = _inputs(facts, np.ones((1, 1), np.int64), past, drafts)
             begin = time.perf_counter()
             outputs = session.step(inputs)
@@ -72,8 +74,15 @@ def compile_step(graph: Path, facts: EngineFacts, *, threads: int) -> Compiled:
 def _inputs(
     facts: EngineFacts, tokens: np.ndarray[tuple[int, int], np.dtype[np.int64]], length: int, drafts: int
 ) -> StepInputs:
-    in_graph = facts.method in ("draft_model", "layer_skip")
-    own_cache = facts.draft_cache is not None
+    pending = None
+    if facts.draft_cache is not None or facts.feature_width:
+        count = 1 if facts.draft_cache is None else tokens.shape[1]
+        pending = Pending(
+            tokens=np.ones((1, count), np.int64),
+            counts=np.array([count], np.int64),
+            lengths=np.array([length], np.int64),
+            features=np.zeros((1, count, facts.feature_width), np.float32),
+        )
     return StepInputs(
         slot=0,
         tokens=tokens,
@@ -84,8 +93,7 @@ def _inputs(
         top_k=np.zeros(1, np.int64),
         top_p=np.ones(1, np.float32),
         uniforms=np.zeros((1, drafts + 1, 3), np.float32),
-        draft_tokens=None if in_graph else np.ones((1, drafts), np.int64),
-        draft_steps=drafts if in_graph else 0,
-        draft_context=tokens if own_cache and (drafts or length == 0) else None,
-        draft_lengths=np.array([length], np.int64) if own_cache else None,
+        draft_tokens=None if facts.drafts_in_graph else np.ones((1, drafts), np.int64),
+        draft_parents=np.arange(drafts, dtype=np.int64)[None] if facts.method == "lookahead" else None,
+        pending=pending,
     )

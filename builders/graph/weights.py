@@ -13,13 +13,15 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto
 
-from builders.checkpoints.types import Checkpoint, TensorRef
+from builders.checkpoints.types import TensorRef
 from builders.graph.builder import FLOAT, GraphBuilder
 from builders.quantize import BLOCK_SIZE
 
 __all__ = ["MICROSOFT_DOMAIN", "Weights"]
 
 MICROSOFT_DOMAIN = "com.microsoft"  # MatMulNBits: int8 weights on the CPU, the one contrib op in use
+
+LM_HEADS = ("lm_head.weight", "model.embed_tokens.weight")  # the second where they are tied
 
 _ELEMENT = {
     "F32": TensorProto.FLOAT,
@@ -34,7 +36,7 @@ class Weights:
 
     Args:
         builder: the graph that receives the initializers.
-        checkpoint: whose tensors to use.
+        tensors: the checkpoint's, by canonical name.
         locations: the bundle-relative path of each of the checkpoint's files.
         vocab_size: rows of the embedding and of lm_head to use; rows above are padding.
         prefix: of the initializers' names (`target`, `drafter`).
@@ -43,13 +45,13 @@ class Weights:
     def __init__(
         self,
         builder: GraphBuilder,
-        checkpoint: Checkpoint,
+        tensors: Mapping[str, TensorRef],
         locations: Mapping[Path, str],
         vocab_size: int,
         prefix: str,
     ) -> None:
         self._builder = builder
-        self._tensors = checkpoint.tensors
+        self._tensors = tensors
         self._locations = locations
         self._vocab_size = vocab_size
         self._prefix = prefix
@@ -66,8 +68,7 @@ class Weights:
 
     def lm_head(self, g: GraphBuilder, x: str) -> str:
         """Logits [rows, vocab_size] of hidden states [rows, hidden]; padded rows are left out."""
-        names = ("lm_head.weight", "model.embed_tokens.weight")
-        name = next(n for n in names if n in self._tensors)
+        name = next(n for n in LM_HEADS if n in self._tensors)
         tensor = self._rows(self._tensors[name])
         if tensor.dtype == "U8":
             scale = self._rows(self._tensors[f"{name}_scale"])
@@ -75,6 +76,16 @@ class Weights:
         # An initializer of its own even where it is tied: onnxruntime then drops the bytes that it has
         # packed for this product, and the embedding's pages stay untouched but for the rows looked up.
         return g.op("Gemm", x, self._external("lm_head.weight", tensor), transB=1, name="lm_head")
+
+    def lm_head_rows(self, g: GraphBuilder, x: str, ids: str) -> str:
+        """Logits [rows, len(ids)] of the tokens `ids` (a constant) alone. Not for int8 weights."""
+        key = f"lm_head.rows.{ids}"
+        if key not in self._emitted:
+            name = next(n for n in LM_HEADS if n in self._tensors)
+            table = self._external(name, self._rows(self._tensors[name]))
+            # In the outermost graph and once: the runtime folds the lookup when it loads the graph.
+            self._emitted[key] = self._builder.op("Gather", table, ids, name="lm_head.rows")
+        return g.op("Gemm", x, self._emitted[key], transB=1, name="lm_head")
 
     def linear(self, g: GraphBuilder, x: str, names: tuple[str, ...], *, residual: str = "") -> str:
         """`x` [rows, in] through one or several linear layers side by side → [rows, sum of outs].

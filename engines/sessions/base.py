@@ -8,10 +8,30 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["IntArray", "StepInputs", "StepOutputs", "StepSession"]
+__all__ = ["MAX_CONTEXT", "FloatArray", "IntArray", "Pending", "StepInputs", "StepOutputs", "StepSession"]
+
+MAX_CONTEXT = 256  # tokens a sequence and call at most: bounds activations and the stall of running streams
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Committed tokens that the drafter has not seen.
+
+    Attributes:
+        tokens: i64 [B, D], left-aligned. A head on the target's states sees each together with the
+            features of the position before it.
+        counts: i64 [B]: how many of them are real.
+        lengths: i64 [B]: positions in the drafter's own cache.
+        features: f32 [B, D, F].
+    """
+
+    tokens: IntArray
+    counts: IntArray
+    lengths: IntArray
+    features: FloatArray | None = None
 
 
 @dataclass(frozen=True)
@@ -22,13 +42,14 @@ class StepInputs:
         tokens: i64 [B, C]: committed tokens that the target has not seen, left-aligned.
         token_counts: i64 [B]: how many of them are real; all C wherever draft tokens follow.
         lengths: i64 [B]: positions in the target's cache.
-        draft_counts: i64 [B]: draft tokens to verify, per sequence.
-        draft_tokens: i64 [B, G]: the host's proposals; None where the graph drafts.
-        draft_steps: G where the graph drafts.
-        draft_context: i64 [B, D]: committed tokens that the drafter's own cache has not seen.
-        draft_lengths: i64 [B]: positions in the drafter's cache.
+        draft_counts: i64 [B]: levels to draft, or how many of `draft_tokens` are real, per sequence.
         temperature, top_k, top_p: [B].
-        uniforms: f32 [B, R, 3] in [0, 1), R = G + 1.
+        uniforms: f32 [B, P, 3] in [0, 1), P = the deepest level of draft tokens + 1.
+        draft_tokens: i64 [B, N]: the host's proposals; None where the graph drafts.
+        draft_parents: i64 [B, N]: their tree, for engines that take one.
+        draft_threshold: f32 [B]: where the graph drafts, see `EngineFacts.confidence_threshold`.
+        pending: what the drafter has not seen, for engines whose drafter reads the target's states or
+            has a cache of its own.
     """
 
     slot: int
@@ -41,9 +62,9 @@ class StepInputs:
     top_p: FloatArray
     uniforms: FloatArray
     draft_tokens: IntArray | None = None
-    draft_steps: int = 0
-    draft_context: IntArray | None = None
-    draft_lengths: IntArray | None = None
+    draft_parents: IntArray | None = None
+    draft_threshold: FloatArray | None = None
+    pending: Pending | None = None
 
 
 @dataclass(frozen=True)
@@ -52,14 +73,24 @@ class StepOutputs:
 
     Attributes:
         accepted: i64 [B]: accepted draft tokens.
-        emitted: i64 [B, R]: the accepted draft tokens and the target's own token behind them, then -1.
+        emitted: i64 [B, P']: the accepted draft tokens and the target's own token behind them, then -1.
         finite: bool [B]: False where a logit was NaN or infinite.
-        logits: f32 [B, R, vocabulary], if asked for: row i follows i draft tokens.
+        verified: i64 [B]: draft tokens that were verified; levels: i64 [B]: their deepest level.
+        drafted: i64 [B, N]: the draft tokens, where the graph drafts.
+        choice: i64 [B, R]: the target's own token behind every node of a tree; None with chains.
+        features: f32 [B, C + P' - 1, F]: the target's states of context and accepted tokens, for
+            drafters that read them.
+        logits: f32 [B, R, vocabulary], if asked for: row 0 behind the context, row n behind draft token n.
     """
 
     accepted: IntArray
     emitted: IntArray
     finite: npt.NDArray[np.bool_]
+    verified: IntArray
+    levels: IntArray
+    drafted: IntArray | None = None
+    choice: IntArray | None = None
+    features: FloatArray | None = None
     logits: FloatArray | None = None
 
 
@@ -70,10 +101,11 @@ class StepSession(Protocol):
     def slots(self) -> int:
         """Sequences that the caches hold."""
 
-    def reserve(self, positions: int) -> None:
+    def reserve(self, positions: int, draft_positions: int = 0) -> None:
         """Make room in every slot's cache: to be called before a step that reaches further.
 
-        `positions` is the most that any slot in use will hold; what is below is kept.
+        `positions` is the most that any slot in use will hold, `draft_positions` the same for the
+        drafter's own cache; what is below is kept.
         """
 
     def step(self, inputs: StepInputs, *, want_logits: bool = False) -> StepOutputs:

@@ -17,7 +17,7 @@ import onnxruntime as ort
 
 from engines.bundle import CacheShape, EngineFacts
 from engines.errors import EngineError
-from engines.sessions.base import StepInputs, StepOutputs
+from engines.sessions.base import MAX_CONTEXT, Pending, StepInputs, StepOutputs
 from engines.sessions.hugepages import collapse_anonymous_memory
 
 __all__ = ["OnnxSession"]
@@ -78,6 +78,7 @@ class OnnxSession:
         self, graph: Path, facts: EngineFacts, *, threads: int = 0, slots: int | None = None
     ) -> None:
         self.slots = slots or facts.max_batch_size
+        self._facts = facts
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads or os.cpu_count() or 1
         options.inter_op_num_threads = 1
@@ -91,45 +92,32 @@ class OnnxSession:
             ) from error
         collapse_anonymous_memory()  # the packed weights: all of them are read in every step
         self._inputs = {i.name for i in self._session.get_inputs()}
-        names = [o.name for o in self._session.get_outputs()]
-        self._results = [n for n in names if not n.endswith(".out")]
+        self._outputs = {o.name for o in self._session.get_outputs()}
+        self._results = sorted(n for n in self._outputs if not n.endswith((".out", ".step")))
         self._target = _Caches("target", facts.target_cache, self.slots, facts.cache_capacity)
         self._drafter: _Caches | None = None
         if facts.draft_cache is not None:
-            self._drafter = _Caches("drafter", facts.draft_cache, self.slots, facts.cache_capacity)
+            # A sequence that just joined may bring a whole chunk, which the others' rows are padded to.
+            capacity = facts.cache_capacity + MAX_CONTEXT
+            self._drafter = _Caches("drafter", facts.draft_cache, self.slots, capacity)
         self._bindings: dict[tuple[int, int, bool], ort.IOBinding] = {}
 
     @property
     def _caches(self) -> list[_Caches]:
         return [self._target] if self._drafter is None else [self._target, self._drafter]
 
-    def reserve(self, positions: int) -> None:
+    def reserve(self, positions: int, draft_positions: int = 0) -> None:
         """See `StepSession.reserve`."""
-        if True in [caches.fit(positions) for caches in self._caches]:
+        moved = self._target.fit(positions)
+        if self._drafter is not None:
+            moved |= self._drafter.fit(draft_positions)
+        if moved:
             self._bindings.clear()
 
     def step(self, inputs: StepInputs, *, want_logits: bool = False) -> StepOutputs:
         """See `StepSession.step`."""
+        feeds = {k: v for k, v in self._feeds(inputs).items() if k in self._inputs}
         batch = inputs.tokens.shape[0]
-        none = np.zeros((batch, 0), np.int64)
-        feeds: dict[str, npt.NDArray[np.generic]] = {
-            "tokens": inputs.tokens,
-            "token_counts": inputs.token_counts,
-            "lengths": inputs.lengths,
-            "draft_counts": inputs.draft_counts,
-            "temperature": inputs.temperature,
-            "top_k": inputs.top_k,
-            "top_p": inputs.top_p,
-            "uniforms": inputs.uniforms,
-        }
-        if "draft_tokens" in self._inputs:
-            feeds["draft_tokens"] = none if inputs.draft_tokens is None else inputs.draft_tokens
-        if "draft_steps" in self._inputs:
-            feeds["draft_steps"] = np.array(inputs.draft_steps, np.int64)
-        if "draft.tokens" in self._inputs:
-            lengths = inputs.draft_lengths
-            feeds["draft.tokens"] = none if inputs.draft_context is None else inputs.draft_context
-            feeds["draft.lengths"] = np.zeros(batch, np.int64) if lengths is None else lengths
         binding = self._binding(inputs.slot, batch, want_logits)
         for name, value in feeds.items():
             binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value)))
@@ -139,12 +127,45 @@ class OnnxSession:
         self._session.run_with_iobinding(binding)
         # Outputs come in the order of their first binding: the caches, then these.
         results = dict(zip(wanted, binding.get_outputs()[-len(wanted) :], strict=True))
+        found = {name: value.numpy() for name, value in results.items()}
+        verified = found.get("verified", inputs.draft_counts)
         return StepOutputs(
-            accepted=results["accepted"].numpy(),
-            emitted=results["emitted"].numpy(),
-            finite=results["finite"].numpy(),
-            logits=results["logits"].numpy() if want_logits else None,
+            accepted=found["accepted"],
+            emitted=found["emitted"],
+            finite=found["finite"],
+            verified=verified,
+            levels=found.get("levels", verified),
+            drafted=found.get("drafted"),
+            choice=found.get("choice"),
+            features=found.get("features"),
+            logits=found.get("logits"),
         )
+
+    def _feeds(self, inputs: StepInputs) -> dict[str, npt.NDArray[np.generic]]:
+        """Every input that some engine has."""
+        batch = inputs.tokens.shape[0]
+        none = np.zeros((batch, 0), np.int64)
+        nothing = np.zeros((batch, 0, self._facts.feature_width), np.float32)
+        pending = inputs.pending or Pending(none, np.zeros(batch, np.int64), np.zeros(batch, np.int64))
+        return {
+            "tokens": inputs.tokens,
+            "token_counts": inputs.token_counts,
+            "lengths": inputs.lengths,
+            "draft_counts": inputs.draft_counts,
+            "temperature": inputs.temperature,
+            "top_k": inputs.top_k,
+            "top_p": inputs.top_p,
+            "uniforms": inputs.uniforms,
+            "draft_tokens": none if inputs.draft_tokens is None else inputs.draft_tokens,
+            "draft_parents": none if inputs.draft_parents is None else inputs.draft_parents,
+            "draft_threshold": np.zeros(batch, np.float32)
+            if inputs.draft_threshold is None
+            else inputs.draft_threshold,
+            "draft.tokens": pending.tokens,
+            "draft.counts": pending.counts,
+            "draft.lengths": pending.lengths,
+            "draft.features": nothing if pending.features is None else pending.features,
+        }
 
     def _binding(self, slot: int, batch: int, want_logits: bool) -> ort.IOBinding:
         """A binding with the caches of a slot range in place."""
@@ -156,7 +177,9 @@ class OnnxSession:
                     part = view[slot : slot + batch]
                     where = ("cpu", 0, np.float32, part.shape, part.ctypes.data)
                     binding.bind_input(name, *where)
-                    binding.bind_output(f"{name}.out", *where)
+                    for suffix in (".step", ".out"):  # a tree's cache is written twice, in place
+                        if f"{name}{suffix}" in self._outputs:
+                            binding.bind_output(f"{name}{suffix}", *where)
             self._bindings[key] = binding
         return self._bindings[key]
 

@@ -25,7 +25,9 @@ import onnx.parser
 
 from engines.sampling import EXP_COEFFICIENTS, EXP_FLOOR, EXP_SQUARINGS, WEIGHT_SCALE
 from engines.uniforms import ACCEPT, DRAFT, SAMPLE
+from engines.verification import tree_function
 from engines.verification.reference import RESIDUAL_SCALE
+from engines.verification.tree_function import TREE_ENCODING, VERIFY_TREE, VERIFY_TYPICAL
 
 __all__ = [
     "ACCEPT",
@@ -39,7 +41,10 @@ __all__ = [
     "VERSION",
     "draw_token",
     "functions",
+    "tree_encoding",
     "verify_chain",
+    "verify_tree",
+    "verify_typical",
 ]
 
 DOMAIN = "trtspec"
@@ -93,10 +98,61 @@ def draw_token(graph: Graph, logits: str, temperature: str, top_k: str, top_p: s
     return graph.multi(DRAW_TOKEN, logits, temperature, top_k, top_p, u, outputs=1, domain=DOMAIN)[0]
 
 
+def tree_encoding(graph: Graph, parents: str) -> tuple[str, str]:
+    """Emit the call that encodes trees; returns ancestors bool [B, R, R] and depths i64 [B, R]."""
+    ancestors, depths = graph.multi(TREE_ENCODING, parents, outputs=2, domain=DOMAIN)
+    return ancestors, depths
+
+
+def verify_tree(
+    graph: Graph,
+    target_logits: str,
+    draft_tokens: str,
+    parents: str,
+    draft_counts: str,
+    temperature: str,
+    top_k: str,
+    top_p: str,
+    uniforms: str,
+) -> tuple[str, str, str, str, str]:
+    """Emit the call that verifies a tree of point-mass drafts.
+
+    Returns:
+        The names of accepted i64 [B], tokens i64 [B, P], path i64 [B, P - 1], finite bool [B], choice
+        i64 [B, R].
+    """
+    operands = (target_logits, draft_tokens, parents, draft_counts, temperature, top_k, top_p, uniforms)
+    accepted, tokens, path, finite, choice = graph.multi(VERIFY_TREE, *operands, outputs=5, domain=DOMAIN)
+    return accepted, tokens, path, finite, choice
+
+
+def verify_typical(
+    graph: Graph,
+    target_logits: str,
+    draft_tokens: str,
+    parents: str,
+    draft_counts: str,
+    temperature: str,
+    top_k: str,
+    top_p: str,
+    uniforms: str,
+    *,
+    posterior_threshold: float,
+    posterior_alpha: float,
+) -> tuple[str, str, str, str, str]:
+    """Emit the call that verifies a tree by typical acceptance; returns as `verify_tree` does."""
+    operands = [target_logits, draft_tokens, parents, draft_counts, temperature, top_k, top_p, uniforms]
+    for value in (posterior_threshold, posterior_alpha):
+        operands += graph.multi("Constant", outputs=1, value_float=value)
+    accepted, tokens, path, finite, choice = graph.multi(VERIFY_TYPICAL, *operands, outputs=5, domain=DOMAIN)
+    return accepted, tokens, path, finite, choice
+
+
 def functions() -> list[onnx.FunctionProto]:
     """All functions of the domain, for a model's `functions`."""
-    bodies = (_EXPONENTIAL, _THRESHOLD, _WEIGHTS, _DRAW, _FINITE, _FIRST_REJECTED)
-    return [_parse(body) for body in (*bodies, _DRAW_TOKEN, _VERIFY_CHAIN, _VERIFY_CHAIN_SAMPLED)]
+    bodies: tuple[str, ...] = (_EXPONENTIAL, _THRESHOLD, _WEIGHTS, _DRAW, _FINITE, _FIRST_REJECTED)
+    bodies += (_DRAW_TOKEN, _VERIFY_CHAIN, _VERIFY_CHAIN_SAMPLED, *tree_function.bodies(DOMAIN))
+    return [_parse(body) for body in bodies]
 
 
 def _parse(body: str) -> onnx.FunctionProto:

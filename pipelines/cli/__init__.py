@@ -21,6 +21,7 @@ COMMANDS = {
     "inspect": ("pipelines.cli.inspect", "inspect", "Say what checkpoints and bundles are; check a pair."),
     "convert": ("pipelines.cli.convert", "convert", "Turn a GGUF file into a Hugging Face folder."),
     "truncate": ("pipelines.cli.convert", "truncate", "Make a draft checkpoint of a model's first layers."),
+    "train-head": ("pipelines.cli.train_head", "train_head", "Train a drafter for a target."),
 }
 INTERRUPTED = 130
 

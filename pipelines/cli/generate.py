@@ -25,7 +25,18 @@ if TYPE_CHECKING:
 @click.option("--top-k", type=int, default=0, show_default=True, help="0: off.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="1: off.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--gamma", type=int, default=None, help="Draft tokens a step at most; 0: plain decoding.")
+@click.option(
+    "--gamma",
+    type=int,
+    default=None,
+    help="Draft tokens (of a tree: levels) a step at most; 0: plain decoding.",
+)
+@click.option(
+    "--confidence-threshold",
+    type=float,
+    default=None,
+    help="Stop drafting where the drafter's probability of its own draft falls below; 0: never.",
+)
 @click.option("--stop", multiple=True, help="Text that ends the output; repeatable.")
 @click.option("--threads", type=click.IntRange(0, 512), default=0, help="CPU threads; 0: one a core.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
@@ -41,6 +52,7 @@ def generate(
     top_p: float,
     seed: int,
     gamma: int | None,
+    confidence_threshold: float | None,
     stop: tuple[str, ...],
     threads: int,
     form: str,
@@ -71,6 +83,7 @@ def generate(
         sampling=sampling,
         stop=stop,
         gamma=gamma,
+        confidence_threshold=confidence_threshold,
         on_text=(lambda _, text: _stream(text)) if single else None,
     )
     if form == "json":
@@ -128,7 +141,8 @@ def _report(engine: Engine, results: list[Generation]) -> None:
     if stats.drafted:
         lines.append(
             f"{stats.accepted} of {stats.drafted} draft tokens accepted"
-            f" ({stats.acceptance_rate:.0%}), {stats.mean_acceptance_length:.2f} tokens a step"
+            f" ({stats.acceptance_rate:.0%}), {stats.mean_acceptance_length:.2f} tokens a step,"
+            f" γ {stats.mean_draft_length:.1f}"
         )
     lines.append(
         f"time: prefill {times.prefill:.2f} s, steps {times.step:.2f} s ({times.steps}),"

@@ -4,37 +4,38 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from builders.checkpoints.types import Checkpoint
 
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def inspect(paths: tuple[Path, ...], form: str) -> None:
-    """Say what each PATH is: a checkpoint folder or a bundle.
+    """Say what each PATH is: a checkpoint folder, heads for the checkpoint before, or a bundle.
 
-    Checkpoints are read by their headers only. With two checkpoints, the first is taken as target and
-    the second as drafter, and whether they fit is proved, too.
+    Checkpoints are read by their headers only. With two, the first is taken as target and the second as
+    drafter (a draft model, or Medusa or EAGLE heads), and whether they fit is proved, too.
     """
     from engines.bundle import MANIFEST, open_bundle
 
     found: list[dict[str, Any]] = []
-    checkpoints = []
+    checkpoints: list[Checkpoint] = []
+    pairing: dict[str, Any] | None = None
     for path in paths:
         if (path / MANIFEST).is_file():
             found.append({"bundle": str(path), **open_bundle(path).manifest.model_dump(mode="json")})
             continue
-        from builders.checkpoints.describe import describe
-        from builders.checkpoints.reader import read_checkpoint
-
-        checkpoint = read_checkpoint(path)
-        checkpoints.append(checkpoint)
-        found.append(describe(checkpoint))
+        facts, checkpoint, fits = _read(path, checkpoints[0] if checkpoints else None)
+        found.append(facts)
+        checkpoints += [checkpoint] if checkpoint else []
+        pairing = fits or pairing
     if form == "text":
         _table(found)
-    pairing: dict[str, Any] | None = None
     if len(checkpoints) == 2:
         from builders.pairing import pair
 
@@ -46,6 +47,33 @@ def inspect(paths: tuple[Path, ...], form: str) -> None:
     if pairing is not None:
         click.echo("\nThe drafter fits the target:")
         _table([pairing])
+
+
+def _read(
+    path: Path, target: Checkpoint | None
+) -> tuple[dict[str, Any], Checkpoint | None, dict[str, Any] | None]:
+    """What lies at `path`: its description; the checkpoint, if it is one; heads' fit with the target."""
+    from tempfile import TemporaryDirectory
+
+    from builders.checkpoints.describe import describe, describe_head
+    from builders.checkpoints.heads.convert import convert_head, needs_conversion
+    from builders.checkpoints.heads.reader import is_head, read_head
+    from builders.checkpoints.reader import read_checkpoint
+    from builders.pairing import pair_head
+
+    if target is None or not (needs_conversion(path) or is_head(path)):
+        checkpoint = read_checkpoint(path, borrow=target)
+        return describe(checkpoint), checkpoint, None
+    with TemporaryDirectory() as folder:
+        plain = path
+        if needs_conversion(path):
+            plain = Path(folder) / "plain"
+            convert_head(path, plain)
+        if not is_head(plain):
+            checkpoint = read_checkpoint(plain, borrow=target)
+            return describe(checkpoint) | {"path": str(path)}, checkpoint, None
+        head = read_head(plain, target)
+        return describe_head(head) | {"path": str(path)}, None, pair_head(target, head)
 
 
 def _table(records: list[dict[str, Any]]) -> None:

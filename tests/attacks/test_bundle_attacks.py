@@ -29,7 +29,6 @@ FIELDS: dict[str, Any] = {
         "gamma": 0,
         "max_batch_size": 1,
         "max_seq_len": 16,
-        "cache_capacity": 16,
         "vocab_size": 5,
         "target_cache": {"layers": 1, "kv_heads": 1, "head_dim": 8},
         "eos_token_ids": [2],
@@ -106,7 +105,6 @@ def test_the_bundle_itself_may_be_reached_through_a_link(bundle: Path) -> None:
     [
         ("engine.vocab_size", -1),
         ("engine.vocab_size", 0),
-        ("engine.cache_capacity", 0),
         ("engine.target_cache.layers", 0),
         ("engine.target_cache.head_dim", -8),
         ("engine.margin_tolerance", -0.1),

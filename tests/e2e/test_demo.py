@@ -10,18 +10,20 @@ import torch
 import zoo
 from transformers import AutoModelForCausalLM
 
-from engines.bundle import EngineFacts
 from engines.decoding import Decoder, Request
 from engines.exactness import TOLERANCES, compare_greedy
 from engines.sessions.onnxruntime import OnnxSession
 from engines.text import TextCodec
-from pipelines.build import prompt_set
+from pipelines.build import Build, prompt_set
+from pipelines.spec import load_spec
+from pipelines.stages import StageCache
 
 pytestmark = pytest.mark.slow
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TRAINED = ("ngram", "medusa", "eagle", "eagle3", "draft_model")
 CHECKPOINTS = Path(__file__).parents[2] / "build" / "checkpoints"
 TARGET = CHECKPOINTS / "smollm2-135m"
-DRAFTER = CHECKPOINTS / "smollm2-135m-first-8"
 TOKENS = 16
 STOP = 2  # <|im_end|>
 TEXT = "In 2024, 1,234 researchers met in Zürich; def f(x): return x**2  # naïve 🙂 approach, isn't it?"
@@ -35,6 +37,11 @@ def codec() -> TextCodec:
 @pytest.fixture(scope="module")
 def prompts(codec: TextCodec) -> list[list[int]]:
     return [codec.encode_chat([{"role": "user", "content": p["text"]}]) for p in prompt_set()]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> StageCache:
+    return StageCache(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -56,24 +63,12 @@ def expected(reference: torch.nn.Module, prompts: list[list[int]]) -> list[list[
     return outputs
 
 
-def load(method: str, out: Path, gamma: int = 4) -> tuple[OnnxSession, EngineFacts]:
-    return zoo.make_session(
-        TARGET,
-        out,
-        method=method,
-        gamma=gamma,
-        exit_layer=15 if method == "layer_skip" else None,
-        drafter=DRAFTER if method == "draft_model" else None,
-        max_seq_len=512,
-    )
-
-
 def test_logits_equal_transformers(reference: torch.nn.Module, codec: TextCodec, tmp_path: Path) -> None:
     ids = np.array([codec.encode(TEXT * 2)])
     with torch.no_grad():
         expected = reference(torch.from_numpy(ids)).logits.numpy()[0]
     half = ids.shape[1] // 2
-    session, _ = load("ngram", tmp_path, gamma=64)
+    session, _ = zoo.make_session(TARGET, tmp_path, method="ngram", gamma=64, max_seq_len=512)
     session.reserve(ids.shape[1])
     session.step(zoo.step_inputs(ids[:, :half].copy(), [0]))
     out = session.step(
@@ -84,12 +79,22 @@ def test_logits_equal_transformers(reference: torch.nn.Module, codec: TextCodec,
     assert np.abs(out.logits[0] - expected[half:]).max() <= 1e-3
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "layer_skip"])
+EXACT = [e for e in sorted(EXAMPLES.glob("*.yaml")) if "plain" not in e.stem and "int8" not in e.stem]
+
+
+@pytest.mark.parametrize("example", EXACT, ids=[e.stem for e in EXACT])
 def test_greedy_text_is_the_targets(
-    method: str, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
+    example: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    cache: StageCache,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All prompts decoded together with drafts, against transformers one by one."""
-    session, facts = load(method, tmp_path)
+    """Every shipped engine: all prompts decoded together with drafts, against transformers one by one."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    build = Build(load_spec(example), cache, cache.root / "out")
+    facts = build.facts
+    session = OnnxSession(build.emit() / facts.graph, facts)
     found = Decoder(session, facts).run([Request(p, TOKENS) for p in prompts])
     for prompt, plain, completion in zip(prompts, expected, found, strict=True):
 
@@ -102,5 +107,6 @@ def test_greedy_text_is_the_targets(
         assert divergence is None or divergence.allowed, divergence
     drafted = sum(c.acceptance.drafted for c in found)
     assert drafted > 0
-    if method == "ngram":
-        assert sum(c.acceptance.accepted for c in found) / drafted > 0.3
+    accepted = sum(c.acceptance.accepted for c in found)
+    steps = sum(c.acceptance.steps for c in found)
+    assert accepted / steps > (0.3 if facts.method in TRAINED else 0.02)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engines.bundle import MANIFEST, open_bundle, seal_bundle
+from engines.bundle import MANIFEST, is_older_bundle, open_bundle, seal_bundle
 from engines.errors import TrtspecError
 
 CACHE = {"layers": 1, "kv_heads": 1, "head_dim": 8}
@@ -27,7 +27,6 @@ MANIFEST_FIELDS: dict[str, Any] = {
         "gamma": 2,
         "max_batch_size": 1,
         "max_seq_len": 16,
-        "cache_capacity": 18,
         "vocab_size": 5,
         "target_cache": CACHE,
         "eos_token_ids": [2],
@@ -58,7 +57,7 @@ def test_a_sealed_bundle_opens(bundle: Path) -> None:
 
 
 GOLDEN = """{
-  "schema_version": 1,
+  "schema_version": 2,
   "name": "tiny",
   "created": "2026-01-02T03:04:05Z",
   "trtspec_version": "0.1.0",
@@ -83,16 +82,19 @@ GOLDEN = """{
     "graph": "step.onnx",
     "method": "ngram",
     "gamma": 2,
+    "tree": null,
+    "confidence_threshold": 0.0,
+    "feature_width": 0,
     "exit_layer": null,
     "min_match": 1,
-    "max_match": 8,
+    "lookahead": null,
     "verification": "exact",
+    "typical": null,
     "precision": "fp32",
     "lossless": true,
     "lossless_note": "",
     "max_batch_size": 1,
     "max_seq_len": 16,
-    "cache_capacity": 18,
     "vocab_size": 5,
     "target_cache": {
       "layers": 1,
@@ -178,7 +180,7 @@ TAMPERING: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights truncated": (lambda b: os.truncate(b / "weights/target/model.safetensors", 50), "bundle.edited"),
     "graph missing": (lambda b: (b / "step.onnx").unlink(), "bundle.missing-file"),
     "extra file": (lambda b: (b / "weights/notes").write_text("x"), "bundle.unexpected-file"),
-    "newer schema": (lambda b: reseal(b, lambda d: d.update(schema_version=2)), "bundle.schema"),
+    "newer schema": (lambda b: reseal(b, lambda d: d.update(schema_version=3)), "bundle.schema"),
     "unknown field": (lambda b: reseal(b, lambda d: d.update(color="red")), "bundle.schema"),
     "field missing": (lambda b: reseal(b, lambda d: d.pop("engine")), "bundle.schema"),
     "wrong type": (lambda b: reseal(b, lambda d: d["engine"].update(gamma="two")), "bundle.schema"),
@@ -225,3 +227,15 @@ def test_manifest_that_is_no_json(bundle: Path) -> None:
     (bundle / "_COMPLETE").write_text(hashlib.sha256(b"{").hexdigest())
     with pytest.raises(TrtspecError, match="not JSON"):
         open_bundle(bundle)
+
+
+def test_an_older_versions_bundle_is_known(bundle: Path) -> None:
+    """A build may replace it; one that was touched, or a newer one, it may not."""
+    assert not is_older_bundle(bundle)
+    reseal(bundle, lambda data: data.update(schema_version=1))
+    assert is_older_bundle(bundle)
+    (bundle / "mine.txt").write_text("notes")
+    assert not is_older_bundle(bundle)
+    (bundle / "mine.txt").unlink()
+    reseal(bundle, lambda data: data.update(schema_version=3))
+    assert not is_older_bundle(bundle)

@@ -10,6 +10,7 @@ from engines.errors import TrtspecError
 from pipelines.spec import SpecError, load_spec
 
 GOOD = "name: demo\ntarget: {checkpoint: m}\n"
+HEAD = "name: demo\ntarget: {{checkpoint: m}}\ndrafter: {{method: eagle3, checkpoint: h, {}}}\n"
 
 
 def load(tmp_path: Path, text: str | bytes) -> object:
@@ -48,9 +49,27 @@ def test_examples_are_valid(example: Path) -> None:
         (GOOD + "drafter: {method: ngram, gamma: true}\n", 3, "drafter.gamma", "True"),
         (GOOD + "drafter: {method: ngram, gamma: 4.0}\n", 3, "drafter.gamma", "4.0"),
         (GOOD + "drafter: {method: nonsense}\n", 3, "drafter.method", "'none', 'draft_model'"),
-        (GOOD + "drafter: {method: eagle3}\n", 3, "drafter.method", "'eagle3' is not in this version"),
+        (GOOD + "drafter: {method: eagle3}\n", 3, "drafter", "method eagle3 needs a checkpoint"),
+        (GOOD + "drafter: {method: ngram, checkpoint: m}\n", 3, "drafter", "checkpoint belongs to method"),
+        (GOOD + "drafter: {method: ngram, tree: [[0]]}\n", 3, "drafter", "tree belongs to method medusa"),
+        (HEAD.format("tree: mc_sim_7b_64"), 3, "drafter.tree", "no tree is named 'mc_sim_7b_64'"),
+        (HEAD.format("tree: [[0], [0, 0], [1, 0]]"), 3, "drafter", "tree.not-prefix-closed"),
+        (HEAD.format("tree: [[0], [0]]"), 3, "drafter", "tree.duplicate"),
+        (HEAD.format("tree: [[0], ['x']]"), 3, "drafter.tree", "'x'"),
+        (HEAD.format("tree: {top_k: 4}"), 3, "drafter.tree", "drafter.tree.nodes is missing"),
+        (HEAD.format("tree: {top_k: 4, nodes: 9, node: 1}"), 3, "drafter.tree", "unknown key 'node'"),
+        (HEAD.format("tree: [[0], [0, 0]], gamma: 3"), 3, "drafter", "a tree of 2 levels"),
+        (
+            HEAD.format("confidence_threshold: 2"),
+            3,
+            "drafter.confidence_threshold",
+            "less than or equal to 1",
+        ),
+        (HEAD.format("tree: [[0], [1]], confidence_threshold: 0.5"), 3, "drafter", "not a fixed tree"),
+        (GOOD + "drafter: {method: lookahead, lookahead: {ngram: 1}}\n", 3, "lookahead.ngram", "equal to 2"),
+        (GOOD + "drafter: {method: lookahead, gamma: 3}\n", 3, "drafter", "gamma belongs to method"),
         (GOOD + "quantization: {scheme: fp8}\n", 3, "quantization.scheme", "not in this version"),
-        (GOOD + "verification: typical\n", 3, "verification", "not in this version"),
+        (GOOD + "verification: typical\n", 1, "", "typical without draft tokens"),
         (
             GOOD + "compile: [{compiler: tensorrt}]\n",
             3,
@@ -59,10 +78,9 @@ def test_examples_are_valid(example: Path) -> None:
         ),
         (GOOD + "compile: []\n", 3, "compile", "exactly one"),
         (GOOD + "drafter: {method: ngram, exit_layer: 3}\n", 3, "drafter", "belongs to method layer_skip"),
-        (GOOD + "drafter: {method: none, gamma: 3}\n", 3, "drafter", "gamma without a drafting method"),
+        (GOOD + "drafter: {method: none, gamma: 3}\n", 3, "drafter", "gamma belongs to method"),
         (GOOD + "drafter: {method: draft_model}\n", 3, "drafter", "needs a checkpoint"),
         (GOOD + "drafter: {method: layer_skip}\n", 3, "drafter", "needs exit_layer"),
-        (GOOD + "drafter: {method: ngram, min_match: 5, max_match: 2}\n", 3, "drafter", "above max_match"),
         (GOOD + "limits: {max_seq_len: 1}\n", 3, "limits.max_seq_len", "greater than or equal to 2"),
         (GOOD + "limits: {max_batch_size: -3}\n", 3, "limits.max_batch_size", "-3"),
         ("name: ../x\ntarget: {checkpoint: m}\n", 1, "name", "'../x'"),

@@ -497,3 +497,18 @@ def test_description_is_plain_data(make_folder: MakeFolder) -> None:
     }
     assert {key: found[key] for key in expected} == expected
     assert describe(read_checkpoint(make_folder("llama", name="bare")))["vocab_real"] is None
+
+
+def test_a_draft_model_borrows_the_targets_embedding(make_folder: MakeFolder) -> None:
+    """What a small draft model leaves out is its target's, with the tokenizer that belongs to it."""
+    target_folder = make_folder("llama", name="target", tie_word_embeddings=True)
+    write_tokenizer(target_folder, ["a", "b", "c"])
+    target = read_checkpoint(target_folder)
+    draft_folder = make_folder("llama", name="draft", tie_word_embeddings=True, num_hidden_layers=1)
+    edit_tensors(draft_folder, drop="model.embed_tokens.weight")
+    with pytest.raises(MissingTensorError):
+        read_checkpoint(draft_folder)
+    draft = read_checkpoint(draft_folder, borrow=target)
+    assert draft.tensors["model.embed_tokens.weight"] == target.tensors["model.embed_tokens.weight"]
+    assert draft.tokenizer is target.tokenizer
+    assert draft.config.tie_embeddings
