@@ -4,11 +4,13 @@ Node 0 is the *root*, the last committed token. A *choice* is a path of ranks: (
 continuation of the second-best token. Nodes are numbered by depth, then by path, so that parents come
 first and a tree cut at any depth is a prefix of its nodes.
 
-`mc_sim_7b_63` is Medusa's tree for 7B models (Cai et al. 2024; FasterDecoding/Medusa, medusa_choices.py).
+The named trees are Medusa's, found by search over calibration data for the model that each is named
+after (Cai et al. 2024, section 2.3.3; FasterDecoding/Medusa, medusa/model/medusa_choices.py).
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +23,8 @@ from engines.errors import UsageError
 __all__ = ["NAMED_TREES", "Tree", "TreeError", "chain", "from_choices", "packed_mask", "to_choices"]
 
 Choice = tuple[int, ...]
+
+MAX_RANK = 64  # candidates of a node
 
 
 class TreeError(UsageError):
@@ -112,7 +116,8 @@ class Tree:
     @cached_property
     def leaves(self) -> tuple[int, ...]:
         """Nodes without children, in order."""
-        return tuple(n for n in range(1, self.size + 1) if n not in set(self.parents))
+        parents = set(self.parents)
+        return tuple(n for n in range(1, self.size + 1) if n not in parents)
 
     @cached_property
     def paths(self) -> npt.NDArray[np.int64]:
@@ -152,6 +157,8 @@ def from_choices(choices: Sequence[Sequence[int]], *, max_depth: int, max_nodes:
         TreeError: no node, or a rank that is no number from 0 on; its subclasses: a missing parent, a
             node that stands twice, too many levels, nodes or candidates.
     """
+    if not _is_sequence(choices):
+        raise TreeError(reprlib.repr(choices), place="tree", allowed="a list of paths")
     if not choices:
         raise TreeError("no nodes", place="tree", allowed="at least one path")
     if len(choices) > max_nodes:
@@ -175,18 +182,26 @@ def from_choices(choices: Sequence[Sequence[int]], *, max_depth: int, max_nodes:
     return Tree(tuple(numbers[p[:-1]] for p in order), tuple(p[-1] for p in order))
 
 
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
 def _check(choice: Sequence[int], max_depth: int) -> None:
-    if len(choice) == 0:
+    """Is this a path? Messages quote little of it: it may be anything."""
+    if not _is_sequence(choice):
+        raise TreeError(reprlib.repr(choice), place="tree", allowed="a path: a list of ranks")
+    if not choice:
         raise TreeError("an empty path", place="tree", allowed="the root is not listed")
     if len(choice) > max_depth:
-        raise TooDeepError(
-            f"{list(choice)[:20]}, {len(choice)} levels", place="tree", allowed=f"at most {max_depth} levels"
-        )
+        found = f"{reprlib.repr(choice)}, {len(choice)} levels"
+        raise TooDeepError(found, place="tree", allowed=f"at most {max_depth} levels")
     for rank in choice:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-            raise TreeError(f"{rank!r} in {list(choice)}", place="tree", allowed="ranks 0, 1, 2, …")
+            found = f"{reprlib.repr(rank)} in {reprlib.repr(choice)}"
+            raise TreeError(found, place="tree", allowed="ranks 0, 1, 2, …")
         if rank >= MAX_RANK:
-            raise TooWideError(f"rank {rank}", place="tree", allowed=f"ranks below {MAX_RANK}")
+            found = f"rank {rank}" if rank < 2**64 else "a rank of more than 64 bits"
+            raise TooWideError(found, place="tree", allowed=f"ranks below {MAX_RANK}")
 
 
 def to_choices(tree: Tree) -> list[list[int]]:
@@ -216,7 +231,6 @@ def _tree(text: str) -> tuple[Choice, ...]:
     return tuple(tuple(int(digit) for digit in path) for path in text.split())
 
 
-MAX_RANK = 64
 # 63 nodes each, 4 levels.
 NAMED_TREES: dict[str, tuple[Choice, ...]] = {
     "mc_sim_7b_63": _tree(
