@@ -9,8 +9,7 @@ given or drawn, is one row of one forward pass.
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +18,9 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from builders.training.dialogue import Conversation, Template, normal, read_conversations, states_of
-from builders.training.states import as_bytes, tapped_states
+from builders.training.dialogue import Conversation, Template, normal, states_of
+from builders.training.states import as_bytes, mend, tapped_states
+from engines.files import disk_errors
 
 __all__ = ["GenerationPlan", "SlotCache", "write_conversations"]
 
@@ -124,49 +124,44 @@ def write_conversations(
     model: Any,
     template: Template,
     out: Path,
-    count: int,
+    attempts: Sequence[int],
     plan: GenerationPlan,
     *,
-    excluded: frozenset[str] = frozenset(),
+    excluded: Collection[str] = (),
     prompts: Sequence[str] | None = None,
-    worker: int = 0,
-    workers: int = 1,
     progress: Callable[[int, int, int], None] | None = None,
 ) -> None:
-    """Append conversations to a JSONL file until all of `count` attempts are made.
+    """Make `attempts`, each a function of the plan and its number alone; append conversations and states.
 
-    Attempt i is a function of the plan and i alone; a stopped run goes on with the attempts that its
-    file lacks, and `workers` processes with a file each share them out. Attempts whose user turn is
-    no prompt (too short, too long, garbage, excluded) leave no line.
+    An attempt whose user turn is no prompt (too short, too long, garbage, excluded) leaves a line without
+    tokens, so that it is not made again.
 
     Args:
         model: a causal language model of transformers, in the type that is fastest here.
         template: the chat template around a conversation.
-        out: JSONL, a line a conversation (see `Conversation`), in the order in which they end.
-        count: attempts in all.
+        out: JSONL, a line an attempt, in the order in which they end; states go beside it.
+        attempts: numbers of attempts that `out` lacks.
         plan: how to generate.
         excluded: user turns that must not occur (see `normal`).
-        prompts: user turns to answer, one an attempt, instead of sampled ones.
-        worker, workers: this process makes the attempts i with i % workers == worker.
+        prompts: user turns to answer, prompt i at attempt i, instead of sampled ones.
         progress: called with (conversations, attempts left, answer tokens).
+
+    Raises:
+        DiskFullError: no space.
     """
-    done = read_conversations(out, repair=True) if out.exists() else []
-    states_file = states_of(out)
-    widths = 8 * model.config.hidden_size
-    if states_file.exists():
-        os.truncate(states_file, widths * sum(len(c.ids) for c in done))
-    known = {c.index for c in done}
-    made, tokens = len(done), sum(len(c.ids) - c.start for c in done)
-    attempts = [i for i in range(worker, count, workers) if i not in known]
+    mend(out, 8 * model.config.hidden_size)
+    made = tokens = 0
     refused = frozenset(normal(p) for p in excluded)
-    with out.open("a", encoding="utf-8") as file, states_file.open("ab") as states_out:
+    with out.open("a", encoding="utf-8") as file, states_of(out).open("ab") as states_out:
         for left, conversation, states in _run(model, template, plan, attempts, refused, prompts):
-            states_out.write(as_bytes(states))
-            states_out.flush()
-            file.write(conversation.to_json() + "\n")
-            file.flush()
-            made += 1
-            tokens += len(conversation.ids) - conversation.start
+            with disk_errors(out):
+                states_out.write(as_bytes(states))
+                states_out.flush()
+                file.write(conversation.to_json() + "\n")
+                file.flush()
+            if conversation.ids:
+                made += 1
+                tokens += len(conversation.ids) - conversation.start
             if progress is not None:
                 progress(made, left, tokens)
 
@@ -238,8 +233,8 @@ def _run(
             hidden = step(ids, fed)
             top = model.lm_head(hidden[due, -1]).float().topk(min(_NUCLEUS, model.config.vocab_size))
             logits, tokens = top.values.numpy(), top.indices.numpy()
-        for slot in filter(None, slots):
-            slot.fed += 1
+        for busy in filter(None, slots):
+            busy.fed += 1
         for row, i in enumerate(due):
             slot = slots[i]
             assert slot is not None
@@ -250,6 +245,8 @@ def _run(
                 record = Conversation(slot.index, slot.prompt, tuple(slot.ids), slot.start, slot.temperature)
                 # Its last token was never read: that row of states is stale, and nothing reads it.
                 yield left, record, states[i, : len(slot.ids)]
+            elif state == "dropped":
+                yield left, Conversation(slot.index, "", (), 0, 0.0), states[i, :0]
             if state != "going":
                 slots[i] = place(i)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from engines.text import TextCodec
+from engines.text import ChatTemplateError, TextCodec
 
 __all__ = ["Conversation", "Template", "normal", "read_conversations", "states_of"]
 
-_MARK = "\u2063prompt\u2063"  # stands for the user's turn while the template is rendered
+_MARK = "PROMPT-STANDS-HERE"  # while the template is rendered
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,24 @@ class Template:
     def __init__(self, folder: Path, stops: Sequence[int]) -> None:
         self._codec = TextCodec(folder)
         self.stops = frozenset(stops)
+
+    @cached_property
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         rendered = self._codec.tokenizer.decode(self._chat(_MARK), skip_special_tokens=False)
-        opening, middle = rendered.split(_MARK)
-        self.opening = tuple(self._codec.encode(opening))
-        self.middle = tuple(self._codec.encode(middle))
+        parts = rendered.split(_MARK)
+        if len(parts) != 2:
+            raise ChatTemplateError(f"it shows the user's turn {len(parts) - 1} times", place="chat template")
+        return tuple(self._codec.encode(parts[0])), tuple(self._codec.encode(parts[1]))
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """Token ids before the user's turn."""
+        return self._around[0]
+
+    @property
+    def middle(self) -> tuple[int, ...]:
+        """Token ids between the user's turn and the answer."""
+        return self._around[1]
 
     def _chat(self, prompt: str) -> list[int]:
         return self._codec.encode_chat([{"role": "user", "content": prompt}])

@@ -6,13 +6,12 @@ the target's states of rows up to t and the tokens up to t + 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from builders.training.features import Batch
 from builders.training.layers import Chain, Layer, LayerShape, RMSNorm
@@ -26,13 +25,12 @@ Guess = Callable[[int, torch.Tensor], torch.Tensor]
 class Target:
     """What drafters take from the target and never change.
 
-    `embedding` [V, H] and `lm_head` [V, H]; `shape` is that of the target's layers.
+    `embedding` [V, H], `lm_head` [V, H]; `norm` [H] is the weight of the final norm.
     """
 
     embedding: torch.Tensor
     lm_head: torch.Tensor
-    shape: LayerShape
-    num_layers: int
+    norm: torch.Tensor
 
 
 class Drafter(nn.Module):
@@ -66,7 +64,7 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.target.embedding)
+        return functional.embedding(ids, self.target.embedding)
 
 
 def shift(x: torch.Tensor, by: int) -> torch.Tensor:
@@ -85,7 +83,7 @@ class ResBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape as `x`."""
-        out: torch.Tensor = x + F.silu(self.linear(x))
+        out: torch.Tensor = x + functional.silu(self.linear(x))
         return out
 
 
@@ -94,7 +92,7 @@ class Medusa(Drafter):
 
     def __init__(self, target: Target, vocabulary: torch.Tensor, heads: int) -> None:
         super().__init__(target, vocabulary)
-        size = target.shape.hidden
+        size = target.embedding.shape[1]
         self.heads = nn.ModuleList(nn.Sequential(ResBlock(size)) for _ in range(heads))
 
     def features(self, batch: Batch, steps: int, guess: Guess | None = None) -> list[torch.Tensor]:
@@ -132,6 +130,12 @@ class _Recurrent(Drafter):
         return found
 
 
+def _pass_on(fc: nn.Linear, size: int) -> None:
+    """Begin with an fc that passes its last `size` inputs on, so that the lm_head sees sense at once."""
+    with torch.no_grad():
+        fc.weight[:, -size:] += torch.eye(size)
+
+
 class Eagle(_Recurrent):
     """EAGLE-1: fc over (token embedding, hidden state), one decoder layer without input norm."""
 
@@ -141,6 +145,7 @@ class Eagle(_Recurrent):
         super().__init__(target, vocabulary)
         self.fc = nn.Linear(2 * shape.hidden, shape.hidden)
         self.layers = nn.ModuleList([Layer(shape)])
+        _pass_on(self.fc, shape.hidden)
 
     def _first(self, batch: Batch) -> torch.Tensor:
         return batch.hidden.float()
@@ -151,6 +156,15 @@ class Eagle(_Recurrent):
         return out
 
 
+class _MidLayer(Layer):
+    """A layer whose attention reads a token and a state, each with its norm."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape, 2 * shape.hidden)
+        self.hidden_norm = RMSNorm(shape.hidden, shape.eps)
+        self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
+
+
 class Eagle3(_Recurrent):
     """EAGLE-3: three taps, attention over (token, state), a vocabulary of its own."""
 
@@ -159,10 +173,11 @@ class Eagle3(_Recurrent):
     def __init__(self, target: Target, vocabulary: torch.Tensor, shape: LayerShape) -> None:
         super().__init__(target, vocabulary)
         self.fc = nn.Linear(3 * shape.hidden, shape.hidden, bias=False)
-        self.midlayer = Layer(shape, 2 * shape.hidden)
-        self.midlayer.hidden_norm = RMSNorm(shape.hidden, shape.eps)
-        self.midlayer.input_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.midlayer = _MidLayer(shape)
         self.norm = RMSNorm(shape.hidden, shape.eps)
+        _pass_on(self.fc, shape.hidden)
+        with torch.no_grad():
+            self.norm.weight.copy_(target.norm)
 
     @property
     def draft_ids(self) -> torch.Tensor | None:
@@ -184,14 +199,25 @@ class Eagle3(_Recurrent):
         return out
 
 
+class _DecoderLayer(Layer):
+    """A layer as in the target."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape)
+        self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, H] → [B, T, H]."""
+        out: torch.Tensor = self(x, self.input_layernorm(x), Chain())
+        return out
+
+
 class _Decoder(nn.Module):
     """The body of a Llama model, embeddings aside."""
 
     def __init__(self, shape: LayerShape, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(layers))
-        for layer in self.layers:
-            layer.input_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.layers = nn.ModuleList(_DecoderLayer(shape) for _ in range(layers))
         self.norm = RMSNorm(shape.hidden, shape.eps)
 
 
@@ -202,8 +228,8 @@ class DraftModel(Drafter):
         super().__init__(target, vocabulary)
         self.model = _Decoder(shape, layers)
 
-    def begin_as(self, weights: Callable[[str], Any], num_layers: int) -> None:
-        """Take over the target's layers where sizes agree; `weights` gives a tensor by its name."""
+    def begin_as(self, weights: Mapping[str, torch.Tensor], num_layers: int) -> None:
+        """Take over the target's layers where sizes agree; `weights` are the target's, by name."""
         layers = len(self.model.layers)
         sources = [*range(layers - 1), num_layers - 1]
         with torch.no_grad():
@@ -211,7 +237,7 @@ class DraftModel(Drafter):
                 parts = name.split(".")
                 if parts[0] == "layers":
                     parts[1] = str(sources[int(parts[1])])
-                source = weights("model." + ".".join(parts))
+                source = weights.get("model." + ".".join(parts))
                 if source is not None and source.shape == parameter.shape:
                     parameter.copy_(source)
 
@@ -219,7 +245,8 @@ class DraftModel(Drafter):
         """See `Drafter.features`. Step k is step 0 of a later row: the same tokens are read."""
         x = self._embed(batch.ids)
         for layer in self.model.layers:
-            x = layer(x, layer.input_layernorm(x), Chain())
+            assert isinstance(layer, _DecoderLayer)
+            x = layer.run(x)
         out = self.model.norm(x)
         return [shift(out, 1 + k) for k in range(steps)]
 

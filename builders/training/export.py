@@ -23,14 +23,19 @@ from safetensors.torch import save_file
 from torch import nn
 
 from builders.checkpoints.types import Checkpoint
-from builders.training.drafters import DraftModel, Drafter, Eagle, Eagle3, Medusa
+from builders.training.drafters import Drafter, DraftModel, Eagle, Eagle3, Medusa
 from builders.training.layers import LayerShape
 
 __all__ = ["Store", "stored", "write_head"]
 
 Store = Literal["fp8", "fp16", "fp32"]
 _FP8_MAX = 448.0  # the largest finite E4M3
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 
 def stored(weight: torch.Tensor, store: Store) -> dict[str, torch.Tensor]:

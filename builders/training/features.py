@@ -71,7 +71,8 @@ class FeatureStore:
         for conversation, path, offset in found:
             if attempts is not None and conversation.index >= attempts:
                 break
-            if (prompt := normal(conversation.prompt)) not in seen or not prompt:
+            prompt = normal(conversation.prompt)
+            if conversation.ids and prompt not in seen:
                 seen.add(prompt)
                 self.conversations.append(conversation)
                 self._places.append((path, offset))
@@ -111,7 +112,7 @@ class FeatureStore:
         return torch.from_numpy(data).view(torch.bfloat16).view(rows, width)
 
     def batches(self, indices: Sequence[int], tokens: int, rng: np.random.Generator) -> Iterator[list[int]]:
-        """One pass over `indices` in batches of about `tokens` tokens, conversations of like length together."""
+        """One pass over `indices` in batches of at most `tokens` tokens, like lengths together."""
         order = rng.permutation(len(indices))
         pool = max(len(order) // 8, 64)  # sorted by length within an eighth: little padding, still mixed
         groups: list[list[int]] = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 __all__ = ["Chain", "Layer", "LayerShape", "RMSNorm"]
 
@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape as `x`."""
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps)
+        return functional.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         chain.values.append(split(self.v_proj(x), shape.kv_heads))
         if step == 0:
             repeats = shape.heads // shape.kv_heads
-            out = F.scaled_dot_product_attention(
+            out = functional.scaled_dot_product_attention(
                 query,
                 chain.keys[0].repeat_interleave(repeats, 1),
                 chain.values[0].repeat_interleave(repeats, 1),
@@ -131,7 +131,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] → [..., hidden]."""
-        out: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 

@@ -117,7 +117,7 @@ def train(
             torch.nn.utils.clip_grad_norm_(list(parameters.values()), plan.clip)
             optimizer.step()
             step, position = step + 1, position + 1
-            recent.append(float(value))
+            recent.append(value.item())
             now = time.monotonic()
             if step == stop_after:
                 raise KeyboardInterrupt
@@ -137,7 +137,7 @@ def train(
     _save(checkpoint, parameters, optimizer, step, epoch, position, seconds)
     with _precision(plan, device), torch.no_grad():
         losses = [
-            float(loss(drafter, store.batch(held_out[i : i + 8], taps=drafter.needs_taps, device=device), 1))
+            loss(drafter, store.batch(held_out[i : i + 8], taps=drafter.needs_taps, device=device), 1).item()
             for i in range(0, len(held_out), 8)
         ]
         acceptance = simulate(drafter, store, held_out, plan.gamma, device)

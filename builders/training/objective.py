@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 from builders.training.drafters import Drafter, shift
 from builders.training.features import Batch, FeatureStore
 
-__all__ = ["Acceptance", "loss", "simulate"]
+__all__ = ["Acceptance", "chains", "loss", "simulate"]
 
 _DECAY = 0.8  # weight of step k is 0.8^k (Medusa, section 2.2.1; EAGLE-3's training code)
 
@@ -25,7 +25,9 @@ def loss(drafter: Drafter, batch: Batch, steps: int) -> torch.Tensor:
     inside[drafter.vocabulary] = True
     counted = shift(batch.answer & inside[batch.ids], 1)  # row j: token j + 1 is to be predicted
     with torch.no_grad():
-        teacher = F.linear(batch.hidden[counted].to(drafter.rows.dtype), drafter.rows).float().softmax(-1)
+        teacher = (
+            functional.linear(batch.hidden[counted].to(drafter.rows.dtype), drafter.rows).float().softmax(-1)
+        )
         rank = torch.zeros_like(batch.ids)
         rank[counted] = torch.arange(teacher.shape[0], device=batch.ids.device)
     total = torch.zeros((), device=batch.ids.device)
@@ -33,11 +35,11 @@ def loss(drafter: Drafter, batch: Batch, steps: int) -> torch.Tensor:
     for k, features in enumerate(drafter.features(batch, steps)):
         rows = shift(counted, 1 + k)
         wanted = teacher[shift(rank, 1 + k)[rows]]
-        logits = F.linear(features[rows].to(drafter.rows.dtype), drafter.rows).float()
+        logits = functional.linear(features[rows].to(drafter.rows.dtype), drafter.rows).float()
         cross = (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
         if drafter.feature_loss:
             true = shift(batch.hidden, 1 + k)[rows].float()
-            cross = cross + drafter.feature_loss * F.smooth_l1_loss(features[rows].float(), true)
+            cross = cross + drafter.feature_loss * functional.smooth_l1_loss(features[rows].float(), true)
         total = total + _DECAY**k * cross
         weights += _DECAY**k
     return total / weights
@@ -73,7 +75,7 @@ def simulate(
     for start in range(0, len(indices), 8):
         group = indices[start : start + 8]
         batch = store.batch(group, taps=drafter.needs_taps, device=device)
-        right = _chains(drafter, batch, gamma)
+        _, right = chains(drafter, batch, gamma)
         rows = shift(batch.answer, 1) & shift(batch.valid, 2)
         first_right += int((right[0] & rows).sum())
         first_all += int(rows.sum())
@@ -96,24 +98,30 @@ def simulate(
     )
 
 
-def _chains(drafter: Drafter, batch: Batch, gamma: int) -> list[torch.Tensor]:
-    """For each step [B, T]: is the draft of the chain that starts at row t the target's token?"""
+def chains(drafter: Drafter, batch: Batch, gamma: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """For each step: the draft of the chain that starts at row t, and whether it is the target's token.
+
+    Both [B, T]; meant for rows from the one before the answer on. Elsewhere the text's tokens stand in.
+    """
     ids = drafter.draft_ids
     rows = drafter.rows if ids is not None else drafter.target.lm_head
     begins = shift(batch.answer, 1)
+    drafts: list[torch.Tensor] = []
     right: list[torch.Tensor] = []
 
     def guess(k: int, features: torch.Tensor) -> torch.Tensor:
         truth = shift(batch.ids, 2 + k)
         read = begins & shift(batch.valid, 2 + k)
-        best = F.linear(features[read].to(rows.dtype), rows).argmax(-1)
-        drafts = truth.clone()  # before the answer, what is read does not matter
-        drafts[read] = best if ids is None else ids[best]
-        right.append((drafts == truth) & read)
-        return drafts
+        best = functional.linear(features[read].to(rows.dtype), rows).argmax(-1)
+        draft = truth.clone()
+        draft[read] = best if ids is None else ids[best]
+        drafts.append(draft)
+        right.append((draft == truth) & read)
+        return draft
 
     found = drafter.features(batch, gamma, guess)
     if not right:  # a method that reads no drafts
         for k, features in enumerate(found):
             guess(k, features)
-    return right + [torch.zeros_like(right[0])] * (gamma - len(right))
+    missing = gamma - len(right)  # fewer heads than γ
+    return drafts, right + [torch.zeros_like(right[0])] * missing

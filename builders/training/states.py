@@ -12,7 +12,7 @@ import torch
 from builders.training.dialogue import Conversation, read_conversations, states_of
 from engines.files import disk_errors, need_space
 
-__all__ = ["as_bytes", "collect_states", "pack", "tap_layers", "tapped_states"]
+__all__ = ["as_bytes", "collect_states", "mend", "pack", "tap_layers", "tapped_states"]
 
 _GROUP = 128  # conversations between two appends
 _ROWS = 4096  # tokens of one forward pass, padding included
@@ -26,6 +26,21 @@ def tap_layers(num_layers: int) -> tuple[int, int, int]:
 def as_bytes(tensor: torch.Tensor) -> bytes:
     """A bfloat16 tensor as stored."""
     return tensor.contiguous().view(torch.int16).cpu().numpy().tobytes()
+
+
+def mend(file: Path, row: int) -> list[Conversation]:
+    """Cut from a file of conversations, and from its states, what a kill left half-written.
+
+    Args:
+        file: JSONL; may be missing.
+        row: bytes of one token's states.
+    """
+    if not file.exists():
+        states_of(file).unlink(missing_ok=True)
+        return []
+    found = read_conversations(file, repair=True)
+    os.truncate(states_of(file), row * sum(len(c.ids) for c in found))
+    return found
 
 
 def tapped_states(model: Any, ids: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,17 +76,14 @@ def collect_states(
         DiskFullError: no space.
     """
     width = 8 * model.config.hidden_size
-    done = len(read_conversations(out, repair=True)) if out.exists() else 0
+    done = len(mend(out, width))
     total = sum(len(c.ids) for c in conversations)
     read = sum(len(c.ids) for c in conversations[:done])
     need_space(out.parent, (total - read) * width)
-    states_file = states_of(out)
-    if states_file.exists():
-        os.truncate(states_file, read * width)
-    with out.open("a", encoding="utf-8") as file, states_file.open("ab") as states_out:
+    with out.open("a", encoding="utf-8") as file, states_of(out).open("ab") as states_out:
         for begin in range(done, len(conversations), _GROUP):
             group = conversations[begin : begin + _GROUP]
-            with disk_errors(states_file):
+            with disk_errors(out):
                 for states in _group_states(model, group):
                     states_out.write(as_bytes(states))
                 states_out.flush()

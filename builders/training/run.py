@@ -1,0 +1,360 @@
+"""One training run from end to end: data, states, training, measurement, the head's folder.
+
+Everything on the way is kept in a work folder, so that a stopped run goes on, and so that one set of
+conversations and states serves all methods:
+
+    WORK/data/      conversations (JSONL) and the target's states
+    WORK/METHOD/    settings.json, checkpoint/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from builders.checkpoints.reader import read_checkpoint
+from builders.checkpoints.types import Checkpoint
+from builders.training.corpus import GenerationPlan, write_conversations
+from builders.training.dialogue import Conversation, Template, normal
+from builders.training.drafters import Drafter, DraftModel, Eagle, Eagle3, Medusa, Target
+from builders.training.export import Store, round_to_store, write_head
+from builders.training.features import FeatureStore, digest, held_out
+from builders.training.layers import LayerShape
+from builders.training.loop import Progress, Trained, TrainPlan, train
+from builders.training.objective import Acceptance, simulate
+from builders.training.states import collect_states, mend
+from builders.training.text import TrainingTextError, read_user_text
+from engines.errors import MachineError, UsageError
+from engines.files import atomic_write, publish_folder, read_json, sha256_file
+
+__all__ = ["Sizes", "TrainingRun"]
+
+
+class OutputTakenError(UsageError):
+    """The output folder exists."""
+
+    rule = "train.output-exists"
+    remedy_text = "Choose another output folder, or delete this one."
+
+
+class UnfinishedRunError(UsageError):
+    """The work folder holds a run that was stopped."""
+
+    rule = "train.unfinished"
+    remedy_text = "Go on with --resume, or delete the folder to begin again."
+
+
+class OtherSettingsError(UsageError):
+    """What is in the work folder was made with other settings."""
+
+    rule = "train.other-settings"
+    remedy_text = "Give the settings of the first call, or another --work folder."
+
+
+class NoDeviceError(MachineError):
+    """The device that was asked for is not there."""
+
+    rule = "train.no-device"
+    remedy_text = "Use --device cpu."
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a drafter; those that a method does not have are ignored."""
+
+    heads: int = 4
+    layers: int = 2
+    draft_vocab: int = 8192
+    intermediate: int | None = None
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What `trtspec train-head` was asked for.
+
+    Exactly one of `text` and `generate` (attempts at conversations) is given. `excluded` prompts are
+    kept out of training and measured separately.
+    """
+
+    method: str
+    target: Path
+    out: Path
+    work: Path
+    plan: TrainPlan
+    sizes: Sizes = Sizes()
+    text: Path | None = None
+    generate: int | None = None
+    store: Store = "fp16"
+    device: str = "auto"
+    resume: bool = False
+    excluded: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+
+    def run(self, say: Callable[[str], None], report: Callable[[Progress], None]) -> Trained:
+        """Do it, and write the head.
+
+        Args:
+            say: takes a line about the data.
+            report: takes the training's progress.
+
+        Raises:
+            UsageError: a narrow class of it: the output exists, other settings, bad text.
+            CheckpointError: the target cannot be read.
+            MachineError: no such device, disk full.
+        """
+        if self.out.exists():
+            raise OutputTakenError("the folder exists", place=self.out)
+        device = self._device()
+        target = read_checkpoint(self.target)
+        generation = GenerationPlan(seed=self.plan.seed, batch=min(128, self.generate or 128))
+        settings = self._settings(target, generation)
+        self._claim(settings)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            self.target,
+            dtype=torch.bfloat16 if self.plan.precision == "bf16" else torch.float32,
+            use_safetensors=True,
+        )
+        model.eval().to(device)
+        store, benchmark = self._data(model, target, generation, say)
+        indices = range(len(store.conversations))
+        training = [i for i in indices if not held_out(store.conversations[i])]
+        unseen = [i for i in indices if held_out(store.conversations[i])]
+        measured = [i for i in unseen if store.conversations[i].temperature == 0]
+        if not training or not measured:
+            raise TrainingTextError(
+                f"{len(training)} conversations to train on, {len(measured)} held out",
+                place=self.text or "--generate",
+                remedy="Give more text: one prompt in twenty is held out.",
+            )
+        drafter = self._drafter(model, target, store, training, device)
+        del model
+        say(f"{len(training)} conversations to train on, {len(measured)} held out")
+        trained = train(
+            drafter,
+            store,
+            training,
+            measured,
+            self.plan,
+            self._folder / "checkpoint",
+            device=device,
+            report=report,
+        )
+        round_to_store(drafter, self.store)
+        gamma = self.plan.gamma
+        stored = simulate(drafter, store, measured, gamma, device)
+        others = simulate(drafter, benchmark, range(len(benchmark.conversations)), gamma, device)
+        provenance = {
+            "trtspec": version("trtspec"),
+            "method": self.method,
+            "command": list(self.command),
+            "seed": self.plan.seed,
+            "target": {"name": target.path.name, "fingerprint": target.fingerprint},
+            "settings": settings,
+            "store": self.store,
+            "data": {
+                "origin": settings["data"],
+                "conversations": {"training": len(training), "held_out": len(unseen)},
+                "answer_tokens": {"training": _tokens(store, training), "held_out": _tokens(store, unseen)},
+                "split": "by the SHA-256 of the prompt, one in twenty held out",
+                "sha256": digest(store.conversations),
+            },
+            "training": {
+                "steps": trained.steps,
+                "minutes": round(trained.minutes, 2),
+                "held_out_loss": round(trained.loss, 4),
+            },
+            "acceptance": {
+                "held_out_prompts": _measured(stored),
+                "benchmark_prompts": _measured(others),
+                "held_out_prompts_before_storing": _measured(trained.acceptance),
+            },
+            "tools": {n: version(n) for n in ("torch", "transformers", "safetensors", "numpy")}
+            | {"python": platform.python_version(), "device": str(device)},
+        }
+        with publish_folder(self.out) as folder:
+            write_head(drafter, target, folder, self.store, provenance)
+        return replace(trained, acceptance=stored)
+
+    @property
+    def _folder(self) -> Path:
+        return self.work / self.method
+
+    def _device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise NoDeviceError("torch sees no GPU", place="--device cuda")
+        return torch.device(self.device)
+
+    def _settings(self, target: Checkpoint, generation: GenerationPlan) -> dict[str, Any]:
+        if self.text is not None:
+            data: dict[str, Any] = {"text": self.text.name, "sha256": _sha256(self.text)}
+        else:
+            data = {"generated_by": "the target", "attempts": self.generate}
+        return {
+            "method": self.method,
+            "target": target.fingerprint,
+            "data": data | {"generation": asdict(generation)},
+            "sizes": asdict(self.sizes),
+            "plan": asdict(self.plan),
+        }
+
+    def _claim(self, settings: Mapping[str, Any]) -> None:
+        """Note the settings in the work folder, or compare with those that are there."""
+        file = self._folder / "settings.json"
+        if file.exists():
+            if not self.resume:
+                raise UnfinishedRunError("a run of this method", place=self._folder)
+            _compare(file, settings)
+        atomic_write(file, json.dumps(settings, indent=2))
+
+    def _data(
+        self, model: Any, target: Checkpoint, generation: GenerationPlan, say: Callable[[str], None]
+    ) -> tuple[FeatureStore, FeatureStore]:
+        """(conversations, answers to the excluded prompts), both with states."""
+        folder = self.work / "data"
+        size = target.config.hidden_size
+        note = folder / "data.json"
+        wanted = self._settings(target, generation)
+        wanted = {"target": wanted["target"], "data": wanted["data"]}
+        if note.exists():
+            _compare(note, wanted)
+        atomic_write(note, json.dumps(wanted, indent=2))
+        template = Template(self.target, target.tokenizer.eos_token_ids if target.tokenizer else ())
+        refused = {normal(p) for p in self.excluded}
+
+        def spoken(what: str) -> Callable[[int, int, int], None]:
+            def progress(made: int, left: int, tokens: int) -> None:
+                if made % 64 == 0:
+                    say(f"{what}: {made} conversations, {tokens} answer tokens, {left} attempts left")
+
+            return progress
+
+        def write(file: Path, attempts: Sequence[int], prompts: Sequence[str] | None, what: str) -> None:
+            plan = generation if prompts is None else replace(generation, warm_share=0.0)
+            if attempts:
+                write_conversations(
+                    model,
+                    template,
+                    file,
+                    attempts,
+                    replace(plan, batch=min(plan.batch, len(attempts))),
+                    excluded=refused,
+                    prompts=prompts,
+                    progress=spoken(what),
+                )
+
+        files = sorted(folder.glob("conversations*.jsonl"))
+        if self.generate is not None:
+            file = folder / "conversations.jsonl"
+            known = {c.index for f in files for c in _mended(f, size)}
+            write(file, [i for i in range(self.generate) if i not in known], None, "writing")
+            files = sorted({*files, file})
+        else:
+            assert self.text is not None
+            complete, prompts = read_user_text(self.text, template)
+            complete = [c for c in complete if normal(c.prompt) not in refused]
+            prompts = [p for p in prompts if normal(p) not in refused]
+            files = [folder / "given.jsonl"]
+            collect_states(
+                model, complete, files[0], lambda done, total: say(f"reading: {done} of {total} tokens")
+            )
+            if prompts:
+                files.append(folder / "answered.jsonl")
+                known = {c.index for c in _mended(files[1], size)}
+                # Numbers go on after those of the conversations that were given.
+                padded = [""] * len(complete) + prompts
+                wanted_numbers = [i for i in range(len(complete), len(padded)) if i not in known]
+                write(files[1], wanted_numbers, padded, "answering")
+        benchmark = folder / "benchmark.jsonl"
+        if self.excluded:
+            known = {c.index for c in _mended(benchmark, size)}
+            missing = [i for i in range(len(self.excluded)) if i not in known]
+            write(benchmark, missing, self.excluded, "answering the benchmark's prompts")
+        present = [benchmark] if benchmark.exists() else []
+        return FeatureStore(files, size), FeatureStore(present, size)
+
+    def _drafter(
+        self,
+        model: Any,
+        target: Checkpoint,
+        store: FeatureStore,
+        training: Sequence[int],
+        device: torch.device,
+    ) -> Drafter:
+        config = target.config
+        shape = LayerShape(
+            config.hidden_size,
+            self.sizes.intermediate or config.intermediate_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+            config.rope.theta,
+        )
+        embedding = model.get_input_embeddings().weight.detach()
+        lm_head = model.get_output_embeddings().weight.detach()
+        frozen = Target(embedding, lm_head, model.model.norm.weight.detach().float())
+        vocabulary = frequent(store, training, config.vocab_size, self.sizes.draft_vocab).to(device)
+        torch.manual_seed(self.plan.seed)
+        drafter: Drafter
+        if self.method == "medusa":
+            drafter = Medusa(frozen, vocabulary, self.sizes.heads)
+        elif self.method == "eagle":
+            drafter = Eagle(frozen, vocabulary, shape)
+        elif self.method == "eagle3":
+            drafter = Eagle3(frozen, vocabulary, shape)
+        else:
+            drafter = DraftModel(frozen, vocabulary, shape, self.sizes.layers)
+            drafter.begin_as(model.state_dict(), config.num_layers)
+        return drafter.to(device)
+
+
+def frequent(store: FeatureStore, training: Sequence[int], vocab_size: int, size: int) -> torch.Tensor:
+    """The `size` most frequent token ids of the training answers, ascending; ties go to lower ids."""
+    counts = np.zeros(vocab_size, np.int64)
+    for i in training:
+        conversation = store.conversations[i]
+        np.add.at(counts, list(conversation.ids[conversation.start :]), 1)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[: min(size, vocab_size)]))
+
+
+def _mended(file: Path, size: int) -> list[Conversation]:
+    return mend(file, 8 * size)
+
+
+def _compare(file: Path, wanted: Mapping[str, Any]) -> None:
+    """Refuse what differs, by the key's name."""
+    found = read_json(file, max_bytes=1 << 20)
+    here = json.loads(json.dumps(wanted))
+    for key in sorted({*found, *here}):
+        if found.get(key) != here.get(key):
+            raise OtherSettingsError(f"{key}: {found.get(key)}", place=file, allowed=str(here.get(key)))
+
+
+def _sha256(file: Path) -> str:
+    return sha256_file(file) if file.is_file() else hashlib.sha256().hexdigest()
+
+
+def _tokens(store: FeatureStore, indices: Sequence[int]) -> int:
+    return sum(len(c.ids) - c.start for c in (store.conversations[i] for i in indices))
+
+
+def _measured(acceptance: Acceptance) -> dict[str, Any]:
+    return {
+        "gamma": acceptance.gamma,
+        "greedy_mean_acceptance_length": round(acceptance.mean_length, 4),
+        "per_position": [round(p, 4) for p in acceptance.per_position],
+        "top1": round(acceptance.top1, 4),
+        "verify_steps": acceptance.steps,
+    }
