@@ -20,11 +20,21 @@ import numpy.typing as npt
 
 from engines.errors import UsageError
 
-__all__ = ["NAMED_TREES", "Tree", "TreeError", "chain", "from_choices", "packed_mask", "to_choices"]
+__all__ = [
+    "MAX_DEPTH",
+    "NAMED_TREES",
+    "Tree",
+    "TreeError",
+    "chain",
+    "from_choices",
+    "packed_mask",
+    "to_choices",
+]
 
 Choice = tuple[int, ...]
 
 MAX_RANK = 64  # candidates of a node
+MAX_DEPTH = 32  # levels that the engine's tree encoding sees through
 
 
 class TreeError(UsageError):
@@ -150,7 +160,7 @@ def from_choices(choices: Sequence[Sequence[int]], *, max_depth: int, max_nodes:
     """The tree of these paths, given in any order.
 
     Args:
-        max_depth: levels that there are heads or draft steps for.
+        max_depth: levels that there are heads or draft steps for; never more than MAX_DEPTH.
         max_nodes: draft tokens that a step verifies at most.
 
     Raises:
@@ -192,9 +202,9 @@ def _check(choice: Sequence[int], max_depth: int) -> None:
         raise TreeError(reprlib.repr(choice), place="tree", allowed="a path: a list of ranks")
     if not choice:
         raise TreeError("an empty path", place="tree", allowed="the root is not listed")
-    if len(choice) > max_depth:
+    if len(choice) > min(max_depth, MAX_DEPTH):
         found = f"{reprlib.repr(choice)}, {len(choice)} levels"
-        raise TooDeepError(found, place="tree", allowed=f"at most {max_depth} levels")
+        raise TooDeepError(found, place="tree", allowed=f"at most {min(max_depth, MAX_DEPTH)} levels")
     for rank in choice:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
             found = f"{reprlib.repr(rank)} in {reprlib.repr(choice)}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from engines.sampling import EXP_FLOOR, WEIGHT_SCALE
+from engines.trees import MAX_DEPTH
 from engines.uniforms import SAMPLE
 from engines.verification.tree_reference import FIXED_POINT
 
@@ -22,7 +23,7 @@ TREE_ENCODING = "TreeEncoding"
 VERIFY_TREE = "VerifyTree"
 VERIFY_TYPICAL = "VerifyTypical"
 
-_CLOSURE_SQUARINGS = 5  # ancestors up to 2^5 levels up
+_CLOSURE_SQUARINGS = (MAX_DEPTH - 1).bit_length()  # k of them reach 2^k levels up
 
 
 def bodies(domain: str) -> list[str]:
@@ -93,8 +94,8 @@ TreeChoice (weights, best, depths, temperature, uniforms) => (choice)
 
 # The deepest node whose whole path passed. passed bool [B, N] -> the verdict.
 _TREE_VERDICT = """
-TreeVerdict (target_logits, draft_tokens, choice, passed, ancestors, depths, draft_counts, uniforms)
-    => (accepted, tokens, path, finite)
+TreeVerdict (target_logits, draft_tokens, own, passed, ancestors, depths, draft_counts, uniforms)
+    => (accepted, tokens, path, finite, choice)
 {
     zero = Constant <value_int = 0> ()
     one = Constant <value_int = 1> ()
@@ -149,6 +150,7 @@ TreeVerdict (target_logits, draft_tokens, choice, passed, ancestors, depths, dra
     node_tokens = Concat <axis = 1> (root_i, draft_tokens)
     on_path_tokens = GatherElements <axis = 1> (node_tokens, path)
     drafts = Concat <axis = 1> (on_path_tokens, root_i)
+    choice = Where (finite_row, own, minus_one)
     last = GatherElements <axis = 1> (choice, node)
     accepted_column = Unsqueeze (accepted, row_axis)
     is_accepted = Less (level, accepted_column)
@@ -168,7 +170,7 @@ _VERIFY_TREE = f"""
     best = ArgMax <axis = -1, keepdims = 0> (target_logits)
     hottest = ReduceMax <keepdims = 0> (temperature)
     any_sampled = Greater (hottest, zero_f)
-    choice = If (any_sampled) <
+    own = If (any_sampled) <
         then_branch = sample () => (chosen)
         {{
             weights = {{DOMAIN}}.Weights (target_logits, temperature, top_k, top_p)
@@ -176,10 +178,10 @@ _VERIFY_TREE = f"""
         }},
         else_branch = greedy () => (argmax) {{ argmax = Identity (best) }}
     >
-    wanted = GatherElements <axis = 1> (choice, parents)
+    wanted = GatherElements <axis = 1> (own, parents)
     passed = Equal (draft_tokens, wanted)
-    accepted, tokens, path, finite = {{DOMAIN}}.TreeVerdict
-        (target_logits, draft_tokens, choice, passed, ancestors, depths, draft_counts, uniforms)
+    accepted, tokens, path, finite, choice = {{DOMAIN}}.TreeVerdict
+        (target_logits, draft_tokens, own, passed, ancestors, depths, draft_counts, uniforms)
 }}
 """
 
@@ -194,7 +196,7 @@ _VERIFY_TYPICAL = f"""
     best = ArgMax <axis = -1, keepdims = 0> (target_logits)
     hottest = ReduceMax <keepdims = 0> (temperature)
     any_sampled = Greater (hottest, zero_f)
-    choice, passed = If (any_sampled) <
+    own, passed = If (any_sampled) <
         then_branch = sample () => (s_choice, s_passed)
         {{
             one_f = Constant <value_float = 1.0> ()
@@ -262,7 +264,7 @@ _VERIFY_TYPICAL = f"""
             g_passed = Equal (draft_tokens, g_wanted)
         }}
     >
-    accepted, tokens, path, finite = {{DOMAIN}}.TreeVerdict
-        (target_logits, draft_tokens, choice, passed, ancestors, depths, draft_counts, uniforms)
+    accepted, tokens, path, finite, choice = {{DOMAIN}}.TreeVerdict
+        (target_logits, draft_tokens, own, passed, ancestors, depths, draft_counts, uniforms)
 }}
 """

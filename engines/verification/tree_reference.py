@@ -39,7 +39,7 @@ class TreeVerdict(NamedTuple):
         tokens: i64 [B, P]: the accepted path's tokens, the correction or bonus token, then -1.
         path: i64 [B, P - 1]: the accepted path's nodes, then 0.
         finite: bool [B]; as in `reference.Verdict`.
-        choice: i64 [B, R]: the target's own token behind every node.
+        choice: i64 [B, R]: the target's own token behind every node; -1 where not finite.
     """
 
     accepted: IntArray
@@ -184,4 +184,4 @@ def _verdict(
     last = choice[np.arange(len(node)), node]
     tokens = np.where(level < accepted[:, None], drafts, -1)
     tokens = np.where((level == accepted[:, None]) & finite[:, None], last[:, None], tokens)
-    return TreeVerdict(accepted, tokens, nodes[:, 1:], finite, choice)
+    return TreeVerdict(accepted, tokens, nodes[:, 1:], finite, np.where(finite[:, None], choice, -1))
