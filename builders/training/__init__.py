@@ -1,1 +1,1 @@
-"""Training of drafters: what the target says is read once; all methods learn from that. Needs trtspec[train]."""
+"""Training of drafters: the target is read once, all methods learn from that. Needs trtspec[train]."""

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ __all__ = ["Progress", "TrainPlan", "Trained", "train"]
 
 _STATE = "state.json"
 _TENSORS = "state.safetensors"
+_SHOW_SECONDS = 10
+_QUICK = 32  # conversations of an evaluation on the way
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,14 @@ def train(
     device: torch.device,
     report: Callable[[Progress], None],
     evaluate_seconds: float = 240,
+    save_seconds: float = 120,
     stop_after: int | None = None,
 ) -> Trained:
     """Train `drafter` in place; go on from `checkpoint` if that folder exists.
 
     Args:
         training, held_out: indices of conversations; the held-out ones have greedy answers.
-        checkpoint: folder that is replaced at each evaluation and at the end.
+        checkpoint: folder that is replaced every `save_seconds` and at the end.
         stop_after: stop (as a kill would) after this step.
     """
     parameters = {n: p for n, p in drafter.named_parameters() if p.requires_grad}
@@ -94,7 +97,7 @@ def train(
         betas=(0.9, 0.95),
     )
     step, epoch, position, before = _load(checkpoint, parameters, optimizer)
-    began = shown = evaluated = time.monotonic()
+    began = shown = evaluated = saved = time.monotonic()
     recent: list[float] = []
 
     def share() -> float:
@@ -119,16 +122,19 @@ def train(
             step, position = step + 1, position + 1
             recent.append(value.item())
             now = time.monotonic()
+            seconds = before + now - began
+            if now - saved >= save_seconds:
+                _save(checkpoint, parameters, optimizer, step, epoch, position, seconds)
+                saved = now
             if step == stop_after:
                 raise KeyboardInterrupt
-            if now - shown > 10:
-                left = (before + now - began) * (1 / max(share(), 1e-9) - 1)
+            if now - shown > _SHOW_SECONDS:
                 acceptance = None
                 if now - evaluated > evaluate_seconds:
                     with _precision(plan, device):
-                        acceptance = simulate(drafter, store, held_out[:32], plan.gamma, device)
-                    _save(checkpoint, parameters, optimizer, step, epoch, position, before + now - began)
+                        acceptance = simulate(drafter, store, held_out[:_QUICK], plan.gamma, device)
                     evaluated = time.monotonic()
+                left = seconds * (1 / max(share(), 1e-9) - 1)
                 report(Progress(step, share(), sum(recent) / len(recent), max(left, 0.0), acceptance))
                 recent, shown = [], now
         if position == len(groups):
@@ -198,8 +204,3 @@ def _load(
                 "exp_avg_sq": tensors[f"second.{name}"].to(parameter.device),
             }
     return state["step"], state["epoch"], state["position"], state["seconds"]
-
-
-def describe(plan: TrainPlan) -> dict[str, Any]:
-    """The plan as plain data."""
-    return asdict(plan)
