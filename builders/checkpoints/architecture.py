@@ -21,6 +21,7 @@ __all__ = [
     "MissingTensorError",
     "QuantizedError",
     "UnknownTensorError",
+    "check_tensors",
     "is_buffer",
     "prove",
     "prove_layer",
@@ -163,11 +164,13 @@ def prove_layer(
     """
     proof = _Proof(tensors, config, place, spell)
     layer = proof.layer(hidden, attention_width)
-    proof.check_tensors({**others, **layer.tensors(0, norms)})
+    check_tensors(tensors, {**others, **layer.tensors(0, norms)}, place, spell)
     proof.check_activation()
     proof.claim("hidden_size", hidden)
     proof.claim("num_hidden_layers", 1)
     proof.claim_layer(layer)
+    proof.claim("attention_bias", layer.qkv_bias)
+    proof.claim("mlp_bias", layer.mlp_bias)
     proved = DecoderConfig(
         family="qwen3" if layer.qk_norm else "llama",
         vocab_size=0,
@@ -188,6 +191,34 @@ def prove_layer(
         dtype=proof.dtype([f"model.layers.0.{part}.weight" for part in layer.linear]),
     )
     return proved, tuple(proof.warnings)
+
+
+def check_tensors(
+    tensors: Mapping[str, TensorRef],
+    expected: Mapping[str, tuple[int, ...]],
+    place: str,
+    spell: Callable[[str], str] = str,
+) -> None:
+    """That these tensors are there, of these shapes, in a float dtype, and no others.
+
+    Raises:
+        MissingTensorError, ContradictionError, QuantizedError, UnknownTensorError.
+    """
+    for name, shape in expected.items():
+        tensor = tensors.get(name)
+        at = f"{place}:{spell(name)}"
+        if tensor is None:
+            raise MissingTensorError("it is not there", place=at, allowed=f"{list(shape)}")
+        if tensor.shape != shape:
+            raise ContradictionError(f"shape {list(tensor.shape)}", place=at, allowed=f"{list(shape)}")
+        if tensor.dtype not in _FLOATS:
+            raise QuantizedError(f"dtype {tensor.dtype}", place=at, allowed=", ".join(_FLOATS))
+    strange = next((name for name in tensors if name not in expected), None)
+    if strange is not None:
+        raise UnknownTensorError(
+            "a tensor that the family does not have, or that layer 0 does not",
+            place=f"{place}:{spell(strange)}",
+        )
 
 
 @dataclass(frozen=True)
@@ -244,7 +275,7 @@ class _Proof:
             expected[_HEAD] = (vocab_size, hidden)
         for index in range(num_layers):
             expected |= layer.tensors(index, _LAYER_NORMS)
-        self.check_tensors(expected)
+        check_tensors(self.tensors, expected, self.place, self.spell)
         dtype = self.dtype(
             [f"model.layers.{index}.{part}.weight" for index in range(num_layers) for part in layer.linear]
         )
@@ -412,24 +443,6 @@ class _Proof:
                 f"heads of {head_dim}", place=self.place, allowed="an even head_dim (rope)"
             )
         return head_dim, q_rows // head_dim, kv_rows // head_dim
-
-    def check_tensors(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        for name, shape in expected.items():
-            tensor = self.tensors.get(name)
-            if tensor is None:
-                raise MissingTensorError("it is not there", place=self.at(name), allowed=f"{list(shape)}")
-            if tensor.shape != shape:
-                raise ContradictionError(
-                    f"shape {list(tensor.shape)}", place=self.at(name), allowed=f"{list(shape)}"
-                )
-            if tensor.dtype not in _FLOATS:
-                raise QuantizedError(f"dtype {tensor.dtype}", place=self.at(name), allowed=", ".join(_FLOATS))
-        strange = next((name for name in self.tensors if name not in expected), None)
-        if strange is not None:
-            raise UnknownTensorError(
-                "a tensor that the family does not have, or that layer 0 does not",
-                place=self.at(strange),
-            )
 
     def dtype(self, names: list[str]) -> str:
         found = {self.tensors[name].dtype for name in names}

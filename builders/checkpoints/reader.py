@@ -17,7 +17,7 @@ from builders.checkpoints.safetensors import read_folder, read_header_bytes
 from builders.checkpoints.tokenizer import read_tokenizer
 from builders.checkpoints.types import Checkpoint
 
-__all__ = ["GgufInputError", "read_checkpoint"]
+__all__ = ["GgufInputError", "fingerprint", "read_checkpoint"]
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -77,12 +77,13 @@ def read_checkpoint(path: Path, *, borrow: Checkpoint | None = None) -> Checkpoi
         config=config,
         tensors=tensors,
         tokenizer=tokenizer,
-        fingerprint=_fingerprint(path, files),
+        fingerprint=fingerprint(path, files),
         warnings=(*warnings, *more),
     )
 
 
-def _fingerprint(path: Path, weight_files: list[Path]) -> str:
+def fingerprint(path: Path, weight_files: list[Path]) -> str:
+    """A SHA-256 over a folder's config, tokenizer and the headers of its weight files."""
     digest = hashlib.sha256()
     for name in ("config.json", "tokenizer.json"):
         file = path / name

@@ -29,6 +29,8 @@ ELEMENT: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "U8": np.dtype(np.uint8),
+    "I64": np.dtype(np.int64),
+    "BOOL": np.dtype(np.bool_),
 }
 _DATA_ALIGNMENT = 64
 
