@@ -23,6 +23,7 @@ DRAWS = 3
 _ROUNDS = 10
 _MASK = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
+_LANE = np.uint64(56)
 _MULTIPLIERS = np.array([[0xCD9E8D57], [0xD2511F53]], np.uint64)  # of words 2 and 0
 # Round r adds r times the Weyl constants to the key's two words.
 _WEYL = np.arange(_ROUNDS, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
@@ -52,23 +53,28 @@ def uniforms(
     sequences: npt.NDArray[np.uint64],
     positions: npt.NDArray[np.int64],
     rows: int,
+    *,
+    lanes: int = 1,
 ) -> npt.NDArray[np.float32]:
     """The uniforms of `rows` consecutive positions of each sequence of a batch.
 
     Args:
         seeds: u64 [B], the requests' seeds.
         sequences: u64 [B], which sequence of that seed.
-        positions: i64 [B], the index in its sequence of the token that row 0 decides.
+        positions: i64 [B], below 2^56: the index in its sequence of the token that row 0 decides.
         rows: positions a sequence.
+        lanes: up to 256: siblings that are drawn at a position. Lane 0 is the same for any number.
 
     Returns:
-        f32 [B, rows, 3] in [0, 1), multiples of 2^-24; last axis (DRAFT, ACCEPT, SAMPLE).
+        f32 [B, rows, 3 lanes] in [0, 1), multiples of 2^-24; of each lane (DRAFT, ACCEPT, SAMPLE).
     """
     batch = len(seeds)
-    at = (positions[:, None] + np.arange(rows)).astype(np.uint64).reshape(-1)
-    sequence = np.repeat(sequences.astype(np.uint64), rows)
-    seed = np.repeat(seeds.astype(np.uint64), rows)
+    at = (positions[:, None] + np.arange(rows)).astype(np.uint64)
+    # The lane is the position's topmost byte.
+    at = (at[..., None] | np.arange(lanes, dtype=np.uint64) << _LANE).reshape(-1)
+    sequence = np.repeat(sequences.astype(np.uint64), rows * lanes)
+    seed = np.repeat(seeds.astype(np.uint64), rows * lanes)
     counter = np.stack([at & _MASK, at >> _SHIFT, sequence & _MASK, sequence >> _SHIFT])
     words = philox(counter, np.stack([seed & _MASK, seed >> _SHIFT]))
     scaled = (words[:DRAWS] >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)
-    return np.ascontiguousarray(scaled.T).reshape(batch, rows, DRAWS)
+    return np.ascontiguousarray(scaled.T).reshape(batch, rows, lanes * DRAWS)

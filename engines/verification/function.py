@@ -152,10 +152,11 @@ def functions() -> list[onnx.FunctionProto]:
     """All functions of the domain, for a model's `functions`."""
     bodies: tuple[str, ...] = (_EXPONENTIAL, _THRESHOLD, _WEIGHTS, _DRAW, _FINITE, _FIRST_REJECTED)
     bodies += (_DRAW_TOKEN, _VERIFY_CHAIN, _VERIFY_CHAIN_SAMPLED, *tree_function.bodies(DOMAIN))
-    return [_parse(body) for body in bodies]
+    return [parse(body) for body in bodies]
 
 
-def _parse(body: str) -> onnx.FunctionProto:
+def parse(body: str) -> onnx.FunctionProto:
+    """A function of the domain, from its text."""
     header = f'<domain: "{DOMAIN}", opset_import: ["": {OPSET}, "{DOMAIN}": {VERSION}]>'
     return onnx.parser.parse_function(header + body)
 

@@ -83,6 +83,23 @@ def test_steps_of_any_length_see_the_same_numbers(seed, sequence, position, rows
     assert (whole[skip:] == one(seed, sequence, position + skip, rows)).all()
 
 
+@given(st.tuples(U64, U64, st.integers(0, 2**55)), st.integers(1, 5), st.integers(1, 256))
+def test_lanes_do_not_depend_on_their_number(key, rows, lanes):
+    seed, sequence, position = (np.array([value]) for value in key)
+    drawn = uniforms(seed.astype(np.uint64), sequence.astype(np.uint64), position, rows, lanes=lanes)
+    assert drawn.shape == (1, rows, 3 * lanes)
+    assert (drawn[0, :, :3] == one(*key, rows)).all()
+    most = uniforms(seed.astype(np.uint64), sequence.astype(np.uint64), position, rows, lanes=256)
+    assert (drawn == most[..., : 3 * lanes]).all()
+
+
+def test_lanes_are_independent():
+    zero = np.zeros(1, np.uint64)
+    drawn = uniforms(zero, zero, np.zeros(1, np.int64), 100_000, lanes=3)[0].astype(np.float64)
+    assert abs(np.corrcoef(drawn.T) - np.eye(9)).max() < 0.016  # five standard errors of 1/sqrt(1e5)
+    assert len(np.unique(drawn[:4, :])) == 36
+
+
 def test_range_and_moments():
     drawn = one(7, 0, 0, 100_000).astype(np.float64)
     assert drawn.min() >= 0
