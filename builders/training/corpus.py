@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -106,6 +107,17 @@ def _attend(
 AttentionInterface.register(_ATTENTION, _attend)
 
 
+@contextmanager
+def _slot_attention(model: Any) -> Iterator[None]:
+    """Let the model attend by `_attend`, and as before afterwards."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
 @dataclass
 class _Slot:
     """One row of the batch."""
@@ -152,7 +164,11 @@ def write_conversations(
     mend(out, 8 * model.config.hidden_size)
     made = tokens = 0
     refused = frozenset(normal(p) for p in excluded)
-    with out.open("a", encoding="utf-8") as file, states_of(out).open("ab") as states_out:
+    with (
+        out.open("a", encoding="utf-8") as file,
+        states_of(out).open("ab") as states_out,
+        _slot_attention(model),
+    ):
         for left, conversation, states in _run(model, template, plan, attempts, refused, prompts):
             with disk_errors(out):
                 states_out.write(as_bytes(states))
@@ -179,7 +195,6 @@ def _run(
     longest = max((len(ids) for ids in given.values()), default=0)
     capacity = max(longest, len(template.opening) + plan.max_prompt + len(template.middle)) + plan.max_answer
     cache = SlotCache(model.config, plan.batch, capacity, model.dtype)
-    model.set_attn_implementation(_ATTENTION)
     parameters = inspect.signature(model.model.forward).parameters
     cache_name = "cache" if "cache" in parameters else "past_key_values"
     waiting = iter(attempts)
