@@ -7,7 +7,7 @@ the code under test.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -286,6 +286,19 @@ def make_speculators(
         "norm_output": norm_output,
     }
     return _save(folder, tensors, config)
+
+
+def edit_head(folder: Path, change: Callable[[Tensors], object] | None = None, **config: Any) -> Path:
+    """Changes a head's tensors (by a function of their dict) and keys of its config (None deletes one)."""
+    if change is not None:
+        file = next(folder.glob("*.safetensors"))
+        tensors = load_file(file)
+        change(tensors)
+        save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, file)
+    if config:
+        values = {**json.loads((folder / "config.json").read_text()), **config}
+        _write_config(folder, {key: value for key, value in values.items() if value is not None})
+    return folder
 
 
 def store_fp8(folder: Path, *, per_row: bool = True) -> Path:
