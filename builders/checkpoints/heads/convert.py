@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from builders.checkpoints.files import LfsPointerError, MissingFileError, is_lfs_pointer
 from builders.checkpoints.heads.source import HeadError, Source
-from builders.checkpoints.heads.values import chunks
+from builders.checkpoints.heads.values import PIECE, pieces
 from builders.checkpoints.safetensors_writer import ELEMENT, TensorSpec, atomic_folder, write_safetensors
 from builders.checkpoints.types import TensorRef
 from engines.errors import MachineError
@@ -52,7 +52,7 @@ _TEXT_FILES = (
 )
 _OUT = frozenset({"model.safetensors", *_TEXT_FILES})
 
-Chunks = Callable[[], Iterable[npt.NDArray[Any]]]
+Pieces = Callable[[], Iterable[npt.NDArray[Any]]]
 
 
 class CodeInPickleError(HeadError):
@@ -138,9 +138,9 @@ def _pickle(path: Path) -> Path | None:
 # -- FP8 --------------------------------------------------------------------------------------------
 
 
-def _plain(source: Source) -> dict[str, tuple[TensorSpec, Chunks]]:
+def _plain(source: Source) -> dict[str, tuple[TensorSpec, Pieces]]:
     """All tensors in plain dtypes; FP8 weights times their scales, in F32, which loses nothing."""
-    parts: dict[str, tuple[TensorSpec, Chunks]] = {}
+    parts: dict[str, tuple[TensorSpec, Pieces]] = {}
     scales = {name for name in source.tensors if name.endswith(".weight_scale")}
     for name, tensor in source.tensors.items():
         if name in scales:
@@ -153,7 +153,7 @@ def _plain(source: Source) -> dict[str, tuple[TensorSpec, Chunks]]:
             parts[name] = spec, lambda t=tensor, s=scale: _scaled(t, s)  # type: ignore[misc]
         elif tensor.dtype in ELEMENT:
             spec = TensorSpec(name, tensor.dtype, tensor.shape)
-            parts[name] = spec, lambda t=tensor: chunks(t, ELEMENT[t.dtype])  # type: ignore[misc]
+            parts[name] = spec, lambda t=tensor: pieces(t, ELEMENT[t.dtype])  # type: ignore[misc]
         else:
             raise HeadError(f"dtype {tensor.dtype}", place=source.at(name), allowed=f"{_FP8}, {_dtypes()}")
     return parts
@@ -164,7 +164,7 @@ def _scale(source: Source, weight: TensorRef, scale: TensorRef | None) -> npt.ND
     place = source.at(f"{weight.name}_scale")
     if scale is None:
         raise BadScaleError("it is not there", place=place, allowed="F32 [] or [rows, 1]")
-    rows = weight.shape[0] if len(weight.shape) == 2 else 0
+    rows = weight.shape[0] if len(weight.shape) == 2 and weight.shape[1] else 0
     if scale.dtype != "F32" or rows == 0 or scale.shape not in ((), (1,), (rows, 1)):
         raise BadScaleError(
             f"{scale.dtype} {list(scale.shape)} for a weight {list(weight.shape)}",
@@ -180,7 +180,7 @@ def _scale(source: Source, weight: TensorRef, scale: TensorRef | None) -> npt.ND
 def _scaled(weight: TensorRef, scale: npt.NDArray[np.float32]) -> Iterator[npt.NDArray[np.float32]]:
     """Row by row groups of the product."""
     rows, columns = weight.shape
-    step = max(1, (4 << 20) // max(1, columns))
+    step = max(1, PIECE // columns)
     for start in range(0, rows, step):
         count = min(step, rows - start)
         part = replace(
@@ -189,7 +189,7 @@ def _scaled(weight: TensorRef, scale: npt.NDArray[np.float32]) -> Iterator[npt.N
             offset=weight.offset + start * columns,
             length=count * columns,
         )
-        values = np.concatenate(list(chunks(part, np.dtype(ml_dtypes.float8_e4m3fn)))).astype(np.float32)
+        values = np.concatenate(list(pieces(part, np.dtype(ml_dtypes.float8_e4m3fn)))).astype(np.float32)
         factor = scale if len(scale) == 1 else scale[start : start + count]
         yield values.reshape(count, columns) * factor
 
@@ -197,14 +197,14 @@ def _scaled(weight: TensorRef, scale: npt.NDArray[np.float32]) -> Iterator[npt.N
 # -- pickles ----------------------------------------------------------------------------------------
 
 
-def _unpickled(file: Path) -> dict[str, tuple[TensorSpec, Chunks]]:
+def _unpickled(file: Path) -> dict[str, tuple[TensorSpec, Pieces]]:
     """The tensors of a state dict; they stay in the file (memory-mapped) until they are written."""
     state = _load(file)
     if not isinstance(state, Mapping) or not 0 < len(state) <= _MAX_TENSORS:
         raise BadPickleError(
             f"a {type(state).__name__}", place=file, allowed=f"a dict of at most {_MAX_TENSORS} tensors"
         )
-    parts: dict[str, tuple[TensorSpec, Chunks]] = {}
+    parts: dict[str, tuple[TensorSpec, Pieces]] = {}
     for name, tensor in state.items():
         spec = _spec(file, name, tensor)
         parts[spec.name] = spec, lambda t=tensor: _numpy(t)  # type: ignore[misc]
@@ -295,8 +295,8 @@ def _numpy(tensor: torch.Tensor) -> Iterator[npt.NDArray[Any]]:
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1)
-    for start in range(0, flat.numel(), 4 << 20):
-        part = flat[start : start + (4 << 20)]
+    for start in range(0, flat.numel(), PIECE):
+        part = flat[start : start + PIECE]
         if part.dtype == torch.bfloat16:
             yield part.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
         else:

@@ -14,9 +14,9 @@ from builders.checkpoints.heads.types import EagleHead, MedusaHeads
 from builders.checkpoints.safetensors_writer import ELEMENT
 from builders.checkpoints.types import TensorRef
 
-__all__ = ["NotFiniteError", "check_values", "chunks"]
+__all__ = ["NotFiniteError", "check_values", "pieces"]
 
-_CHUNK = 4 << 20  # values at a time
+PIECE = 4 << 20  # values at a time
 
 
 class NotFiniteError(HeadError):
@@ -34,23 +34,23 @@ def check_values(head: MedusaHeads | EagleHead) -> None:
     """
     for tensor in head.tensors.values():
         start = 0
-        for chunk in chunks(tensor, ELEMENT[tensor.dtype]):
-            finite = np.isfinite(chunk)
+        for piece in pieces(tensor, ELEMENT[tensor.dtype]):
+            finite = np.isfinite(piece)
             if not finite.all():
                 first = int(np.argmin(finite))
-                bad = int(chunk.size - np.count_nonzero(finite))
+                bad = int(piece.size - np.count_nonzero(finite))
                 place = [int(i) for i in np.unravel_index(start + first, tensor.shape)]
                 raise NotFiniteError(
-                    f"{chunk[first]} at {place} ({bad} such among {chunk.size} values)",
+                    f"{piece[first]} at {place} ({bad} such among {piece.size} values)",
                     place=f"{tensor.file}:{tensor.name}",
                     allowed="finite numbers",
                 )
-            start += chunk.size
+            start += piece.size
 
 
-def chunks(tensor: TensorRef, element: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
+def pieces(tensor: TensorRef, element: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
     """A tensor's values in row-major order, a few MiB at a time."""
     count = math.prod(tensor.shape)
-    for start in range(0, count, _CHUNK):
-        size = min(_CHUNK, count - start)
+    for start in range(0, count, PIECE):
+        size = min(PIECE, count - start)
         yield np.fromfile(tensor.file, element, size, offset=tensor.offset + start * element.itemsize)
