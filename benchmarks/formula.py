@@ -35,7 +35,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="engines whose name contains this")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    print("| engine | effective γ | accepted | α | E measured | E of α | step cost | predicted | measured | off by |")
+    print(
+        "| engine | γ used | accepted | α | E measured | E of α | step cost | predicted | measured | off by |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for path in sorted((ROOT / "build/bundles").iterdir()):
         facts = open_bundle(path).manifest.engine
@@ -85,7 +87,8 @@ def mean_cost(stats: AcceptanceStats, curve: Sequence[float], facts: EngineFacts
     if facts.method == "lookahead":  # its curve counts draft tokens, and steps differ in their trees
         tokens = stats.drafted / stats.steps
         low = int(tokens)
-        return step_cost_at(curve, low + 1) * (1 - tokens + low) + step_cost_at(curve, low + 2) * (tokens - low)
+        below, above = step_cost_at(curve, low + 1), step_cost_at(curve, low + 2)
+        return below + (above - below) * (tokens - low)
     # drafted_at[i]: steps that had a draft token i; so steps of exactly g draft tokens follow.
     at = [stats.steps, *stats.drafted_at, 0]
     lengths = [at[g] - at[g + 1] for g in range(facts.gamma + 1)]

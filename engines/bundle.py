@@ -22,6 +22,7 @@ from engines.drafting.lookahead import lookahead_size
 from engines.errors import BundleError
 from engines.files import FileError, atomic_write, read_json, read_text, resolve_inside, sha256_file
 from engines.trees import TreeError, from_choices
+from engines.uniforms import DRAWS
 
 __all__ = [
     "COMPLETE",
@@ -120,9 +121,21 @@ class CheckpointFacts(_Record):
 
 
 class StaticTree(_Record):
-    """A tree of draft tokens of fixed shape: `choices` are its paths, see `engines.trees.from_choices`."""
+    """A tree of draft tokens of fixed shape.
+
+    Attributes:
+        choices: its paths, see `engines.trees.from_choices`.
+        drawn: where a request samples, a node's children are drawn without replacement from the
+            drafter's distribution; else they are its most likely continuations.
+    """
 
     choices: tuple[tuple[int, ...], ...]
+    drawn: bool = False
+
+    @property
+    def most_siblings(self) -> int:
+        """Children of one node at most, were all ranks used."""
+        return 1 + max(rank for path in self.choices for rank in path)
 
 
 class DynamicTree(_Record):
@@ -215,6 +228,10 @@ class EngineFacts(_Record):
                 shape = from_choices(self.tree.choices, max_depth=self.gamma, max_nodes=MAX_NODES)
             except TreeError as error:
                 raise ValueError(str(error)) from error
+            if self.tree.drawn and (self.method == "medusa" or self.typical is not None):
+                raise ValueError("drawn siblings belong to EAGLE heads and exact verification")
+            if self.tree.drawn and shape.skips_ranks:
+                raise ValueError("a tree of drawn siblings that leaves one out")
             if shape.depth != self.gamma:
                 raise ValueError(f"a tree of {shape.depth} levels, and gamma {self.gamma}")
         return self
@@ -232,6 +249,12 @@ class EngineFacts(_Record):
         if isinstance(self.tree, StaticTree):
             return len(self.tree.choices)
         return self.gamma if self.tree is None else self.tree.nodes
+
+    @property
+    def draws(self) -> int:
+        """Uniforms a position and sequence: three, or three for each sibling that is drawn."""
+        lanes = self.tree.most_siblings if isinstance(self.tree, StaticTree) and self.tree.drawn else 1
+        return DRAWS * lanes
 
     @property
     def cache_capacity(self) -> int:

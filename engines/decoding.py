@@ -32,7 +32,7 @@ from engines.sessions.base import (
     StepOutputs,
     StepSession,
 )
-from engines.uniforms import uniforms
+from engines.uniforms import DRAWS, uniforms
 
 __all__ = ["Completion", "Decoder", "FinishReason", "PhaseTimes", "Request", "RequestError"]
 
@@ -382,7 +382,7 @@ class Decoder:
         counts = np.zeros(batch, np.int64) if counts is None else counts
         nodes = int(counts.max())
         drafts = parents = None
-        levels = nodes
+        levels = facts.gamma if facts.drafts_in_graph else nodes
         if proposals is not None:
             drafts = np.array([_padded(p.tokens, nodes) for p in proposals], np.int64).reshape(batch, nodes)
             parents = np.array([_padded(p.parents, nodes) for p in proposals], np.int64).reshape(batch, nodes)
@@ -395,9 +395,10 @@ class Decoder:
                 np.array([s.request.sequence for s in sequences], np.uint64),
                 np.array([len(s.tokens) for s in sequences], np.int64),
                 levels + 1,
+                lanes=facts.draws // DRAWS,
             )
         else:
-            draws = np.zeros((batch, levels + 1, 3), np.float32)
+            draws = np.zeros((batch, levels + 1, facts.draws), np.float32)
         longest = max(len(s.tokens) for _, s in self._active)
         pending_end = 0
         if facts.draft_cache is not None:

@@ -143,6 +143,15 @@ class Tree:
         """Does each node but the last have one child?"""
         return self.parents == tuple(range(self.size))
 
+    @cached_property
+    def skips_ranks(self) -> bool:
+        """Has a node a child whose better sibling is not in the tree?"""
+        return any(
+            sorted(self.ranks[child - 1] for child in self.children(node))
+            != list(range(len(self.children(node))))
+            for node in range(self.size + 1)
+        )
+
     def children(self, node: int) -> tuple[int, ...]:
         """The nodes below a node, in order."""
         return tuple(n for n, parent in enumerate(self.parents, 1) if parent == node)

@@ -38,7 +38,7 @@ from engines.errors import EngineError, MachineError, TrtspecError, UsageError
 from engines.exactness import TOLERANCES
 from engines.files import atomic_write, link_or_copy, need_space, publish_folder, sha256_file
 from pipelines.console import BuildConsole, duration, megabytes
-from pipelines.spec import DeploymentSpec, DynamicTreeSpec
+from pipelines.spec import DeploymentSpec, DrafterSpec, DynamicTreeSpec
 from pipelines.stages import RECORD, Progress, Result, Stage, StageCache, source_digest
 
 __all__ = ["Build", "BuildRow", "Estimate", "LosslessnessError", "prompt_set", "summary"]
@@ -303,11 +303,11 @@ class Build:
         int8 = spec.quantization.scheme == "int8"
         typical = spec.verification == "typical"
         tokenizer = self.target.tokenizer
-        tree, lookahead = spec.drafter.tree, spec.drafter.lookahead.model_dump()
+        lookahead = spec.drafter.lookahead.model_dump()
         return EngineFacts(
             method=spec.drafter.method,
             gamma=spec.drafter.draft_length,
-            tree=_tree_facts(tree),
+            tree=_tree_facts(spec.drafter),
             confidence_threshold=spec.drafter.confidence_threshold,
             lookahead=LookaheadSize(**lookahead) if spec.drafter.method == "lookahead" else None,
             exit_layer=spec.drafter.exit_layer,
@@ -586,12 +586,12 @@ def _checkpoint_facts(checkpoint: Drafter) -> CheckpointFacts:
     )
 
 
-def _tree_facts(
-    tree: DynamicTreeSpec | tuple[tuple[int, ...], ...] | None,
-) -> StaticTree | DynamicTree | None:
-    if isinstance(tree, DynamicTreeSpec):
-        return DynamicTree(top_k=tree.top_k, nodes=tree.nodes)
-    return None if tree is None else StaticTree(choices=tree)
+def _tree_facts(drafter: DrafterSpec) -> StaticTree | DynamicTree | None:
+    if isinstance(drafter.tree, DynamicTreeSpec):
+        return DynamicTree(top_k=drafter.tree.top_k, nodes=drafter.tree.nodes)
+    return (
+        None if drafter.tree is None else StaticTree(choices=drafter.tree, drawn=drafter.siblings == "drawn")
+    )
 
 
 def _weight_bytes(checkpoint: Drafter) -> int:

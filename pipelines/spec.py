@@ -34,6 +34,7 @@ OWNERS = {
     "checkpoint": ("draft_model", "medusa", "eagle", "eagle3"),
     "gamma": ("draft_model", "medusa", "eagle", "eagle3", "layer_skip", "ngram"),
     "tree": ("medusa", "eagle", "eagle3"),
+    "siblings": ("eagle", "eagle3"),
     "confidence_threshold": ("draft_model", "medusa", "eagle", "eagle3", "layer_skip"),
     "exit_layer": ("layer_skip",),
     "min_match": ("ngram",),
@@ -93,6 +94,8 @@ class DrafterSpec(_Section):
         gamma: levels of draft tokens a step at most; in a chain, draft tokens.
         tree: `medusa`, `eagle`, `eagle3` only. A named tree, a list of paths, or (not `medusa`) a
             dynamic tree of `gamma` levels. Without it the drafts are a chain.
+        siblings: `eagle`, `eagle3` with a fixed tree: what a node's children are where a request samples:
+            its `top_k` most likely continuations, or `drawn` from the drafter without replacement.
         confidence_threshold: drafting stops where the drafter's own probability of what it drafted so
             far falls below.
         exit_layer: `layer_skip` only: the target's first layers that draft.
@@ -104,6 +107,7 @@ class DrafterSpec(_Section):
     checkpoint: Path | None = None
     gamma: int = Field(default=4, ge=1, le=MAX_GAMMA, strict=True)
     tree: TreeShape | None = None
+    siblings: Literal["top_k", "drawn"] = "top_k"
     confidence_threshold: float = Field(default=0.0, ge=0, le=1)
     exit_layer: int | None = Field(default=None, ge=1, strict=True)
     min_match: int = Field(default=1, ge=1, le=16, strict=True)
@@ -128,6 +132,8 @@ class DrafterSpec(_Section):
             raise ValueError(f"method {self.method} needs a checkpoint")
         if self.method == "layer_skip" and self.exit_layer is None:
             raise ValueError("method layer_skip needs exit_layer")
+        if self.siblings == "drawn" and not isinstance(self.tree, tuple):
+            raise ValueError("siblings drawn needs a tree of fixed shape")
         if isinstance(self.tree, DynamicTreeSpec):
             if self.method == "medusa":
                 raise ValueError("Medusa's heads do not see each other's tokens: its tree has a fixed shape")
@@ -135,6 +141,8 @@ class DrafterSpec(_Section):
             shape = self.static_tree
             if "gamma" in self.model_fields_set and self.gamma != shape.depth:
                 raise ValueError(f"gamma {self.gamma} and a tree of {shape.depth} levels; remove gamma")
+            if self.siblings == "drawn" and shape.skips_ranks:
+                raise ValueError("siblings are drawn one after the other: the tree must not leave one out")
             if self.confidence_threshold and self.method != "medusa":
                 raise ValueError("confidence_threshold stops chains and dynamic trees, not a fixed tree")
         return self
@@ -217,6 +225,8 @@ class DeploymentSpec(_Section):
     def _typical(self) -> DeploymentSpec:
         if "typical" in self.model_fields_set and self.verification != "typical":
             raise ValueError(f"typical belongs to verification typical, not to {self.verification}")
+        if self.verification == "typical" and self.drafter.siblings == "drawn":
+            raise ValueError("siblings drawn belongs to verification exact")
         if self.verification == "typical" and self.drafter.method == "none":
             raise ValueError("verification typical without draft tokens; choose a drafter.method")
         return self

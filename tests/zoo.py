@@ -131,7 +131,7 @@ def make_session(
     folder: Path,
     out: Path,
     *,
-    method: str = "none",
+    method: str | None = None,
     gamma: int = 0,
     exit_layer: int | None = None,
     drafter: Path | None = None,
@@ -143,6 +143,7 @@ def make_session(
     confidence_threshold: float = 0.0,
 ) -> tuple[OnnxSession, EngineFacts]:
     """Emit the step of a checkpoint folder and load it, without the pipeline around it."""
+    method = method or ("ngram" if gamma else "none")
     target = read_checkpoint(folder)
     draft: Drafter | None = None
     if drafter is not None:

@@ -74,6 +74,7 @@ def compile_step(graph: Path, facts: EngineFacts, *, threads: int) -> Compiled:
 def _inputs(
     facts: EngineFacts, tokens: np.ndarray[tuple[int, int], np.dtype[np.int64]], length: int, drafts: int
 ) -> StepInputs:
+    levels = facts.gamma if facts.drafts_in_graph else drafts
     pending = None
     if facts.draft_cache is not None or facts.feature_width:
         count = 1 if facts.draft_cache is None else tokens.shape[1]
@@ -92,7 +93,7 @@ def _inputs(
         temperature=np.zeros(1, np.float32),
         top_k=np.zeros(1, np.int64),
         top_p=np.ones(1, np.float32),
-        uniforms=np.zeros((1, drafts + 1, 3), np.float32),
+        uniforms=np.zeros((1, levels + 1, facts.draws), np.float32),
         draft_tokens=None if facts.drafts_in_graph else np.ones((1, drafts), np.int64),
         draft_parents=np.arange(drafts, dtype=np.int64)[None] if facts.method == "lookahead" else None,
         pending=pending,

@@ -379,4 +379,5 @@ def any_of(g: GraphBuilder, flags: str) -> str:
 
 
 def pairs_of(flat: list[str]) -> list[KeyValue]:
+    """Keys and values by layer, from a flat list of both."""
     return list(zip(flat[::2], flat[1::2], strict=True))

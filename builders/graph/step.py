@@ -17,14 +17,14 @@ Inputs (B sequences, C tokens, N draft tokens at most, P - 1 levels of them at m
                               draft_model, eagle: what the drafter's own cache has not seen
     draft.features f32 [B, D, F]   eagle: the target's features of the positions before these tokens;
                               medusa: of the last position, D = 1
-    temperature f32 [B], top_k i64 [B], top_p f32 [B], uniforms f32 [B, P, 3]
+    temperature f32 [B], top_k i64 [B], top_p f32 [B], uniforms f32 [B, P, 3] (or 3 a sibling)
     target.k.L, target.v.L, drafter.k.L, drafter.v.L  [B, kv_heads, S, head_dim]: the caches; the
                               host chooses S, at least the longest length plus this step's tokens
 Outputs (R = 1 + the draft tokens that were verified; P' = 1 + their levels):
     accepted i64 [B], emitted i64 [B, P'], finite bool [B], logits f32 [B, R, vocabulary]
     verified i64 [B], drafted i64 [B, R - 1]  where the graph drafts: draft tokens, how many were verified;
                               with trees also levels i64 [B]: how deep they went
-    choice i64 [B, R]         trees: the target's own token behind every node
+    choice i64 [B, R]         lookahead: the target's own token behind every node
     features f32 [B, C + P' - 1, F]   eagle, medusa: of the context and the accepted path
     and every cache under its name with `.out`; with trees also `.step`, see `Cache`.
 """
@@ -50,6 +50,7 @@ from builders.graph.weights import MICROSOFT_DOMAIN, Weights
 from engines.bundle import CacheShape, DynamicTree, EngineFacts, StaticTree
 from engines.trees import Tree, chain, from_choices
 from engines.verification import function as verification
+from engines.verification.drawn_function import drawn_functions, verify_tree_drawn
 
 __all__ = ["Drafter", "emit_step", "engine_shapes"]
 
@@ -80,7 +81,11 @@ def emit_step(
     step.verify()
     domains = {verification.DOMAIN: verification.VERSION, MICROSOFT_DOMAIN: 1}
     metadata = {"method": facts.method, "gamma": str(facts.gamma)}
-    model = g.model("step", verification.functions(), domains, metadata)
+    functions = verification.functions()
+    if isinstance(facts.tree, StaticTree) and facts.tree.drawn:
+        assert isinstance(step.tree, Tree)
+        functions += drawn_functions(step.tree.depth, max(step.tree.level_widths))
+    model = g.model("step", functions, domains, metadata)
     onnx.save_model(model, str(out / "step.onnx"))
     return len(model.graph.node)
 
@@ -139,7 +144,7 @@ class _Step:
             temperature=g.input("temperature", FLOAT, ["B"]),
             top_k=g.input("top_k", INT64, ["B"]),
             top_p=g.input("top_p", FLOAT, ["B"]),
-            uniforms=g.input("uniforms", FLOAT, ["B", "P", 3]),
+            uniforms=g.input("uniforms", FLOAT, ["B", "P", facts.draws]),
             vocab_size=vocab_size,
         )
         self.batch = g.op("Shape", self.tokens, start=0, end=1)
@@ -210,7 +215,8 @@ class _Step:
         if isinstance(tree, DynamicTree):
             self.drafts = dynamic_tree(run, depth=self.facts.gamma, top_k=tree.top_k, size=tree.nodes)
         elif tree is not None and not tree.is_chain:
-            self.drafts = static_tree(run, tree)
+            fixed = self.facts.tree
+            self.drafts = static_tree(run, tree, drawn=isinstance(fixed, StaticTree) and fixed.drawn)
         else:
             self.drafts = run.chain(self.facts.gamma)
 
@@ -298,15 +304,7 @@ class _Step:
             )
             path = ""
         else:
-            levels = g.op("Add", g.op("ReduceMax", shape.depths, keepdims=0), g.const([1]))
-            used = first_columns(g, rules.uniforms, levels)
-            operands = (logits, drafts.tokens, drafts.parents, drafts.counts, *sampling, used)
-            if self.facts.typical is not None:
-                verdict = verification.verify_typical(g, *operands, **self.facts.typical.model_dump())
-            else:
-                verdict = verification.verify_tree(g, *operands)
-            accepted, emitted, path, finite, choice = verdict
-            g.output("choice", g.op("Identity", choice), INT64, ["B", "R"])
+            accepted, emitted, path, finite = self._judge_tree(drafts, logits, shape)
         for name, value, elem_type, dims in (
             ("accepted", accepted, INT64, ["B"]),
             ("emitted", emitted, INT64, ["B", "P.out"]),
@@ -314,6 +312,27 @@ class _Step:
         ):
             g.output(name, g.op("Identity", value), elem_type, dims)
         return path
+
+    def _judge_tree(self, drafts: Drafts, logits: str, shape: TreeShape) -> tuple[str, str, str, str]:
+        g, rules, facts = self.g, self.rules, self.facts
+        tree = (logits, drafts.tokens, drafts.parents, drafts.counts)
+        sampling = (rules.temperature, rules.top_k, rules.top_p)
+        if drafts.logits and facts.typical is None:
+            assert isinstance(self.tree, Tree)
+            depth, width = self.tree.depth, max(self.tree.level_widths)
+            return verify_tree_drawn(
+                g, *tree, drafts.logits, *sampling, rules.uniforms, depth=depth, width=width
+            )
+        levels = g.op("Add", g.op("ReduceMax", shape.depths, keepdims=0), g.const([1]))
+        operands = (*tree, *sampling, first_columns(g, rules.uniforms, levels))
+        if facts.typical is None:
+            verdict = verification.verify_tree(g, *operands)
+        else:
+            verdict = verification.verify_typical(g, *operands, **facts.typical.model_dump())
+        accepted, emitted, path, finite, choice = verdict
+        if facts.method == "lookahead":
+            g.output("choice", g.op("Identity", choice), INT64, ["B", "R"])
+        return accepted, emitted, path, finite
 
     def _levels(self, shape: TreeShape, counts: str) -> str:
         """i64 [B]: the deepest level of each sequence's first `counts` nodes."""

@@ -6,65 +6,113 @@ section 4) for dynamic ones.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from builders.graph.builder import FLOAT, INT64, Branch, GraphBuilder
 from builders.graph.decoder import KeyValue
-from builders.graph.drafting import Drafting, Drafts, any_of, first_columns, pairs_of
+from builders.graph.drafting import Drafting, DraftRules, Drafts, any_of, first_columns, pairs_of
 from engines.trees import Tree
+from engines.uniforms import DRAFT, DRAWS
+from engines.verification.drawn_function import draw_siblings
 
 __all__ = ["dynamic_tree", "static_tree", "tree_drafts"]
 
 PRUNED = -1.0e9  # the score of a node that must not be chosen
 
 
-def static_tree(run: Drafting, tree: Tree) -> Drafts:
-    """Draft a tree of fixed shape: each node's children are its most likely continuations."""
+def static_tree(run: Drafting, tree: Tree, *, drawn: bool = False) -> Drafts:
+    """Draft a tree of fixed shape.
+
+    Args:
+        drawn: a node's children are drawn from the drafter's distribution without replacement, where
+            the request samples; else they are its most likely continuations.
+    """
     g, rules, model = run.g, run.rules, run.model
     levels = [[n for n in range(1, tree.size + 1) if tree.depths[n] == d + 1] for d in range(tree.depth)]
+    inner = [[0], *([n for n in level if tree.children(n)] for level in levels[:-1])]
     tokens: list[str] = []
-    states, ran = run.first, [[0]]  # the nodes whose states there are, by level
+    logits: list[str] = []  # [B, inner, vocabulary], by level
+    states = run.first
     for d, level in enumerate(levels):
-        inner = [n for n in levels[d - 1] if tree.children(n)] if d else [0]
+        width = max(tree.level_widths) if drawn else tree.level_widths[d]
         then, otherwise = Branch(g.subgraph()), Branch(g.subgraph())
         b, e = then.builder, otherwise.builder
         new: list[KeyValue] = []
         with g.scope(f"draft.{d + 1}"):
+            reached = states
             if d:
-                places = [levels[d - 1].index(n) for n in inner]
-                parents = [ran[-1].index(tree.parents[n - 1]) for n in inner]
-                known = [n for earlier in [*ran[1:], inner] for n in earlier]
-                sees = np.array([[[bool(tree.ancestors[n, m]) for m in known] for n in inner]])
-                depths = [tree.depths[m] - 1 for m in known]
-                states_d, new = run.run_level(
+                places = [levels[d - 1].index(n) for n in inner[d]]
+                parents = [inner[d - 1].index(tree.parents[n - 1]) for n in inner[d]]
+                known = [n for earlier in inner[1 : d + 1] for n in earlier]
+                sees = np.array([[[bool(tree.ancestors[n, m]) for m in known] for n in inner[d]]])
+                reached, new = run.run_level(
                     b,
                     b.op("Gather", tokens[-1], b.const(places), axis=1),
                     b.op("Gather", states, b.const(parents), axis=1),
                     d - 1,
                     b.const(sees, np.bool_),
-                    depths,
+                    [tree.depths[m] - 1 for m in known],
                 )
+            scores = model.scores(b, reached)
+            if drawn:
+                candidates = _drawn(b, scores, rules, d, width, len(inner[d]))
             else:
-                states_d = run.first
-            scores = model.scores(b, states_d)
-            best = _best(b, scores, tree.level_widths[d])[1]  # [B * inner, K]
-            flat = b.op("Reshape", best, b.op("Concat", run.batch, b.const([-1]), axis=0))
-            order = [
-                inner.index(tree.parents[n - 1]) * tree.level_widths[d] + tree.ranks[n - 1] for n in level
-            ]
-            chosen = b.op("Gather", flat, b.const(order), axis=1)
-            then.give(model.to_target(b, chosen), INT64)
-            then.give(states_d, FLOAT)
+                candidates = _best(b, scores, width)[1]  # [B * inner, width]
+            flat = b.op("Reshape", candidates, b.op("Concat", run.batch, b.const([-1]), axis=0))
+            order = [inner[d].index(tree.parents[n - 1]) * width + tree.ranks[n - 1] for n in level]
+            then.give(model.to_target(b, b.op("Gather", flat, b.const(order), axis=1)), INT64)
+            then.give(reached, FLOAT)
             otherwise.give(run.empty(e, 0, elem_type=INT64), INT64)
             otherwise.give(run.empty(e, 0, model.config.hidden_size), FLOAT)
+            if drawn:
+                shape = b.op("Concat", run.batch, b.const([len(inner[d]), rules.vocab_size]), axis=0)
+                then.give(b.op("Reshape", model.widen(b, scores), shape), FLOAT)
+                otherwise.give(run.empty(e, 0, rules.vocab_size), FLOAT)
             run.give_keys(then, otherwise, new)
             wanted = any_of(g, g.op("Greater", rules.counts, g.const(d)))
-            token, states, *flat_keys = g.branch(wanted, then, otherwise, "If")
+            token, states, *rest = g.branch(wanted, then, otherwise, "If")
         tokens.append(token)
+        if drawn:
+            logits.append(rest.pop(0))
         if d:
-            ran.append(inner)
-            run.calls.append(pairs_of(flat_keys))
-    return tree_drafts(g, tree, g.op("Concat", *tokens, axis=1), rules.counts, run.batch)
+            run.calls.append(pairs_of(rest))
+    drafts = tree_drafts(g, tree, g.op("Concat", *tokens, axis=1), rules.counts, run.batch)
+    if not drawn:
+        return drafts
+    order = [n for level in inner for n in level]
+    return replace(drafts, logits=_by_node(run, tree, drafts, g.op("Concat", *logits, axis=1), order))
+
+
+def _drawn(b: GraphBuilder, scores: str, rules: DraftRules, level: int, width: int, nodes: int) -> str:
+    """`width` tokens [B * nodes, width], drawn without replacement from each row of scores."""
+    lanes = [DRAWS * lane + DRAFT for lane in range(width)]
+    row = b.op("Gather", rules.uniforms, b.const(level), axis=1)
+    u = b.op("Gather", row, b.const(lanes), axis=1)
+
+    def by_node(x: str, *dims: int) -> str:
+        """[B, …] → [B * nodes, …]: each sequence's row, once a node."""
+        repeated = b.op("Tile", b.op("Unsqueeze", x, b.const([1])), b.const([1, nodes] + [1] * len(dims)))
+        return b.op("Reshape", repeated, b.const([-1, *dims]))
+
+    sampling = (by_node(rules.temperature), by_node(rules.top_k), by_node(rules.top_p))
+    return draw_siblings(b, scores, *sampling, by_node(u, width), width=width)
+
+
+def _by_node(run: Drafting, tree: Tree, drafts: Drafts, logits: str, order: list[int]) -> str:
+    """What each node's children were drawn from, [B, R, vocabulary]; zeros where it has none.
+
+    Args:
+        logits: [B, inner nodes that were run, vocabulary], in `order`.
+    """
+    g = run.g
+    ran = g.op("Shape", logits, start=1, end=2)
+    none = g.op("ConstantOfShape", g.op("Concat", run.batch, g.const([1, run.rules.vocab_size]), axis=0))
+    place = [order.index(n) if n in order else len(order) for n in range(tree.size + 1)]
+    rows = g.op("Add", g.op("Shape", drafts.tokens, start=1, end=2), g.const([1]))
+    used = g.op("Slice", g.const(place), g.const([0]), rows, g.const([0]))
+    return g.op("Gather", g.op("Concat", logits, none, axis=1), g.op("Min", used, ran), axis=1)
 
 
 def dynamic_tree(run: Drafting, *, depth: int, top_k: int, size: int) -> Drafts:

@@ -44,7 +44,8 @@ class StepInputs:
         lengths: i64 [B]: positions in the target's cache.
         draft_counts: i64 [B]: levels to draft, or how many of `draft_tokens` are real, per sequence.
         temperature, top_k, top_p: [B].
-        uniforms: f32 [B, P, 3] in [0, 1), P = the deepest level of draft tokens + 1.
+        uniforms: f32 [B, P, `EngineFacts.draws`] in [0, 1), P = γ + 1 where the graph drafts, else the
+            deepest level of draft tokens + 1.
         draft_tokens: i64 [B, N]: the host's proposals; None where the graph drafts.
         draft_parents: i64 [B, N]: their tree, for engines that take one.
         draft_threshold: f32 [B]: where the graph drafts, see `EngineFacts.confidence_threshold`.
@@ -77,7 +78,7 @@ class StepOutputs:
         finite: bool [B]: False where a logit was NaN or infinite.
         verified: i64 [B]: draft tokens that were verified; levels: i64 [B]: their deepest level.
         drafted: i64 [B, N]: the draft tokens, where the graph drafts.
-        choice: i64 [B, R]: the target's own token behind every node of a tree; None with chains.
+        choice: i64 [B, R]: lookahead: the target's own token behind every node of the tree.
         features: f32 [B, C + P' - 1, F]: the target's states of context and accepted tokens, for
             drafters that read them.
         logits: f32 [B, R, vocabulary], if asked for: row 0 behind the context, row n behind draft token n.

@@ -1,0 +1,264 @@
+"""Drafts of heads in the fused step against plain torch forwards: chains, fixed and dynamic trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import heads_zoo
+import numpy as np
+import pytest
+import torch
+import zoo
+
+from builders.checkpoints.heads.reader import read_head
+from builders.checkpoints.reader import read_checkpoint
+from engines.bundle import DynamicTree, EngineFacts, StaticTree
+from engines.sessions.base import Pending, StepOutputs
+from engines.sessions.onnxruntime import OnnxSession
+from engines.trees import from_choices
+
+GAMMA = 4
+EAGLES = {
+    "eagle": lambda m, f: heads_zoo.make_eagle(m, f),
+    "eagle, no bias, borrowed embedding": lambda m, f: heads_zoo.make_eagle(
+        m, f, fc_bias=False, own_embedding=False
+    ),
+    "eagle, biases, own lm_head": lambda m, f: heads_zoo.make_eagle(m, f, qkv_bias=True, own_lm_head=True),
+    "eagle, first speculators format": lambda m, f: heads_zoo.make_eagle(m, f, spelling="speculators"),
+    "eagle3": lambda m, f: heads_zoo.make_eagle3(m, f),
+    "eagle3, all borrowed": lambda m, f: heads_zoo.make_eagle3(
+        m, f, own_lm_head=False, own_embedding=False, heads=6, kv_heads=3, head_dim=8
+    ),
+    "eagle3, full vocabulary": lambda m, f: heads_zoo.make_eagle3(m, f, draft_vocab=None),
+    "eagle3, narrower, biases": lambda m, f: heads_zoo.make_eagle3(m, f, hidden=36, qkv_bias=True),
+    "specforge": lambda m, f: heads_zoo.make_specforge(m, f),
+    "specforge, plain": lambda m, f: heads_zoo.make_specforge(m, f, fc_norm=False, norm_output=True),
+    "speculators": lambda m, f: heads_zoo.make_speculators(m, f),
+    "speculators, joint norm": lambda m, f: heads_zoo.make_speculators(
+        m, f, norm_before_residual=False, norm_before_fc=True, norm_output=True
+    ),
+    "speculators, each norm, qk": lambda m, f: heads_zoo.make_speculators(m, f, fc_norm=True, qk_norm=True),
+}
+CHOICES = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 1], [0, 0, 0], [0, 1, 2], [1, 0, 0], [0, 0, 0, 1]]
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return heads_zoo.make_deep_model()
+
+
+@pytest.fixture(scope="module")
+def target(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.save(model, tmp_path_factory.mktemp("heads") / "target")
+
+
+def contexts(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 97, length).tolist() for length in lengths]
+
+
+class Drafter:
+    """An engine, and what its head has been told: drafts behind any text, features read in pieces."""
+
+    def __init__(
+        self, target: Path, head: Path, out: Path, model: torch.nn.Module, **options: object
+    ) -> None:
+        read = read_head(head, read_checkpoint(target))
+        self.taps = getattr(read, "taps", ())
+        self.model = model
+        self.session, self.facts = zoo.make_session(
+            target,
+            out,
+            method=read.method,
+            drafter=head,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def features(self, tokens: list[int]) -> torch.Tensor:
+        return heads_zoo.target_features(self.model, tokens[:-1], self.taps)
+
+    def draft(self, texts: list[list[int]], pieces: int = 1, counts: list[int] | None = None) -> StepOutputs:
+        """One step for texts of different lengths; what they hold is read in `pieces` calls."""
+        batch = len(texts)
+        self.session.reserve(90, 90)
+        for piece in range(1, pieces):  # earlier calls only fill the drafter's cache
+            self._step(
+                texts,
+                [(len(t) - 1) * (piece - 1) // pieces for t in texts],
+                [(len(t) - 1) * piece // pieces for t in texts],
+                [0] * batch,
+            )
+        starts = [(len(t) - 1) * (pieces - 1) // pieces for t in texts]
+        return self._step(texts, starts, [len(t) - 1 for t in texts], counts or [GAMMA] * batch)
+
+    def _step(
+        self, texts: list[list[int]], starts: list[int], stops: list[int], counts: list[int]
+    ) -> StepOutputs:
+        width = max(stop - start for start, stop in zip(starts, stops, strict=True))
+        tokens = np.zeros((len(texts), width), np.int64)
+        features = np.zeros((len(texts), width, self.facts.feature_width), np.float32)
+        for row, (text, start, stop) in enumerate(zip(texts, starts, stops, strict=True)):
+            tokens[row, : stop - start] = text[start + 1 : stop + 1]
+            features[row, : stop - start] = self.features(text)[start:stop]
+        pending = Pending(
+            tokens=tokens,
+            counts=np.array(stops) - np.array(starts),
+            lengths=np.array(starts, np.int64),
+            features=features if self.facts.draft_cache else self._last(texts),
+        )
+        last = np.array([[t[-1]] for t in texts], np.int64)
+        return self.session.step(
+            zoo.step_inputs(
+                last,
+                [40] * len(texts),  # the target's cache is empty: what it says does not matter here
+                draft_counts=np.array(counts, np.int64),
+                uniforms=np.zeros((len(texts), self.facts.gamma + 1, self.facts.draws), np.float32),
+                pending=pending,
+            )
+        )
+
+    def _last(self, texts: list[list[int]]) -> np.ndarray:
+        return np.stack([self.features(t)[-1:].numpy() for t in texts])
+
+
+def drafted(outputs: StepOutputs, row: int) -> list[int]:
+    assert outputs.drafted is not None
+    return outputs.drafted[row, : outputs.verified[row]].tolist()
+
+
+@pytest.mark.parametrize("kind", EAGLES)
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_eagle_chain(kind: str, pieces: int, model: torch.nn.Module, target: Path, tmp_path: Path) -> None:
+    """Ragged texts, read at once or in pieces of different lengths: the same drafts as one by one."""
+    head = EAGLES[kind](model, tmp_path / "head")
+    drafter = Drafter(target, head, tmp_path / "out", model, gamma=GAMMA)
+    reference = heads_zoo.EagleReference(head, model)
+    texts = contexts(1, (9, 2, 17, 30))
+    outputs = drafter.draft(texts, pieces)
+    for row, text in enumerate(texts):
+        expected, _ = reference.draft(text, drafter.features(text), GAMMA)
+        assert drafted(outputs, row) == expected
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "speculators, joint norm"])
+def test_eagle_fixed_tree(kind: str, model: torch.nn.Module, target: Path, tmp_path: Path) -> None:
+    head = EAGLES[kind](model, tmp_path / "head")
+    tree = StaticTree(choices=tuple(map(tuple, CHOICES)))
+    drafter = Drafter(target, head, tmp_path / "out", model, gamma=GAMMA, tree=tree)
+    reference = heads_zoo.EagleReference(head, model)
+    shape = from_choices(CHOICES, max_depth=9, max_nodes=99)
+    texts = contexts(2, (5, 21))
+    outputs = drafter.draft(texts)
+    for row, text in enumerate(texts):
+        nodes = [reference.root(text, drafter.features(text))]
+        for parent, rank in zip(shape.parents, shape.ranks, strict=True):
+            above = nodes[parent]
+            nodes.append(reference.child(above, reference.best(above, rank + 1)[-1]))
+        expected = [
+            reference.best(nodes[parent], rank + 1)[-1]
+            for parent, rank in zip(shape.parents, shape.ranks, strict=True)
+        ]
+        assert drafted(outputs, row) == expected
+
+
+def naive_dynamic_tree(
+    reference: heads_zoo.EagleReference, root: heads_zoo.Node, depth: int, top_k: int, size: int
+) -> set[tuple[int, ...]]:
+    """EAGLE-2 with lists: paths of tokens that are kept."""
+    pool: list[tuple[float, tuple[int, ...]]] = []
+    frontier: list[tuple[float, tuple[int, ...], heads_zoo.Node]] = [(0.0, (), root)]
+    for _ in range(depth):
+        level = []
+        for score, path, node in frontier:
+            logs = torch.log_softmax(node.logits, -1)
+            for i in logs.topk(top_k).indices.tolist():
+                level.append((score + float(logs[i]), (*path, reference.target_id(i)), node))
+        pool += [(score, path) for score, path, _ in level]
+        best = sorted(level, key=lambda entry: -entry[0])[:top_k]
+        frontier = [(score, path, reference.child(node, path[-1])) for score, path, node in best]
+    return {path for _, path in sorted(pool, key=lambda entry: -entry[0])[:size]}
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "specforge"])
+@pytest.mark.parametrize(("top_k", "size"), [(3, 8), (2, 30), (5, 5)])
+def test_eagle_dynamic_tree(
+    kind: str, top_k: int, size: int, model: torch.nn.Module, target: Path, tmp_path: Path
+) -> None:
+    head = EAGLES[kind](model, tmp_path / "head")
+    tree = DynamicTree(top_k=top_k, nodes=size)
+    drafter = Drafter(target, head, tmp_path / "out", model, gamma=3, tree=tree)
+    reference = heads_zoo.EagleReference(head, model)
+    texts = contexts(3, (6, 14, 3))
+    outputs = drafter.draft(texts, pieces=2, counts=[3, 3, 2])
+    for row, (text, depth) in enumerate(zip(texts, (3, 3, 2), strict=True)):
+        root = reference.root(text, drafter.features(text))
+        # What is kept is known as a set of tokens: the graph's node order is checked by the decoding tests.
+        kept = naive_dynamic_tree(reference, root, depth, top_k, size)
+        assert sorted(drafted(outputs, row)) == sorted(path[-1] for path in kept)
+        assert outputs.levels[row] == max(len(path) for path in kept)
+
+
+@pytest.mark.parametrize("own_lm_head", [True, False], ids=["v1", "v2"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_medusa(own_lm_head: bool, layers: int, model: torch.nn.Module, target: Path, tmp_path: Path) -> None:
+    head = heads_zoo.make_medusa(model, tmp_path / "head", heads=4, layers=layers, own_lm_head=own_lm_head)
+    reference = heads_zoo.MedusaReference(head, model)
+    texts = contexts(4, (5, 11, 3))
+    shape = from_choices(CHOICES, max_depth=9, max_nodes=99)
+    for name, options in {
+        "chain": {},
+        "tree": {"tree": StaticTree(choices=tuple(map(tuple, CHOICES)))},
+    }.items():
+        drafter = Drafter(target, head, tmp_path / name, model, gamma=GAMMA, **options)
+        outputs = drafter.draft(texts)
+        for row, text in enumerate(texts):
+            logits = reference.logits(drafter.features(text)[-1])
+            order = logits.argsort(-1, descending=True)
+            if name == "chain":
+                assert drafted(outputs, row) == order[:, 0].tolist()
+                continue
+            expected = [
+                int(order[depth - 1, rank]) for depth, rank in zip(shape.depths[1:], shape.ranks, strict=True)
+            ]
+            assert drafted(outputs, row) == expected
+
+
+def test_confidence_stops_a_chain(model: torch.nn.Module, target: Path, tmp_path: Path) -> None:
+    """The probability of the path so far, by the drafter; what falls below the threshold is not verified."""
+    head = EAGLES["eagle3"](model, tmp_path / "head")
+    drafter = Drafter(target, head, tmp_path / "out", model, gamma=GAMMA)
+    reference = heads_zoo.EagleReference(head, model)
+    text = contexts(5, (12,))[0]
+    _, logits = reference.draft(text, drafter.features(text), GAMMA)
+    path = torch.softmax(logits, -1).max(-1).values.cumprod(0).tolist()
+    drafter.session.reserve(90, 90)
+    for kept in range(GAMMA + 1):
+        threshold = (
+            {0: 1.0, GAMMA: 0.0}.get(kept) or (path[kept - 1] + path[kept]) / 2 if kept < GAMMA else 0.0
+        )
+        outputs = _with_threshold(drafter, text, threshold)
+        assert outputs.verified.tolist() == [kept]
+
+
+def _with_threshold(drafter: Drafter, text: list[int], threshold: float) -> StepOutputs:
+    features = drafter.features(text).numpy()[None]
+    return drafter.session.step(
+        zoo.step_inputs(
+            np.array([text[-1:]], np.int64),
+            [40],
+            draft_counts=np.array([GAMMA]),
+            uniforms=np.zeros((1, GAMMA + 1, 3), np.float32),
+            draft_threshold=np.array([threshold], np.float32),
+            pending=Pending(np.array([text[1:]]), np.array([len(text) - 1]), np.zeros(1, np.int64), features),
+        )
+    )
+
+
+def test_facts_name_the_shapes(model: torch.nn.Module, target: Path, tmp_path: Path) -> None:
+    head = EAGLES["eagle3"](model, tmp_path / "head")
+    _, facts = zoo.make_session(target, tmp_path / "out", method="eagle3", drafter=head, gamma=2)
+    assert isinstance(facts, EngineFacts)
+    assert facts.feature_width == 3 * 48
+    assert facts.draft_cache is not None
+    assert (facts.draft_cache.layers, facts.draft_cache.kv_heads, facts.draft_cache.head_dim) == (1, 2, 10)
+    assert OnnxSession  # the graph loaded
