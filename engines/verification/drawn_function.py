@@ -13,8 +13,8 @@ from __future__ import annotations
 import onnx
 
 from engines.uniforms import ACCEPT, DRAWS, SAMPLE
+from engines.verification.domain import DOMAIN, Graph, parse
 from engines.verification.drawn_reference import NO_TOKEN
-from engines.verification.function import DOMAIN, Graph, parse
 from engines.verification.reference import RESIDUAL_SCALE
 
 __all__ = ["draw_siblings", "drawn_functions", "verify_tree_drawn"]

@@ -18,16 +18,15 @@ Shapes and meaning are those of `reference.verify_chain` and `reference.draw_tok
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, Protocol
 
 import onnx
-import onnx.parser
 
 from engines.sampling import EXP_COEFFICIENTS, EXP_FLOOR, EXP_SQUARINGS, WEIGHT_SCALE
 from engines.uniforms import ACCEPT, DRAFT, SAMPLE
 from engines.verification import tree_function
+from engines.verification.domain import DOMAIN, OPSET, VERSION, Graph, parse
 from engines.verification.reference import RESIDUAL_SCALE
-from engines.verification.tree_function import TREE_ENCODING, VERIFY_TREE, VERIFY_TYPICAL
+from engines.verification.tree_function import tree_encoding, verify_tree, verify_typical
 
 __all__ = [
     "ACCEPT",
@@ -47,9 +46,6 @@ __all__ = [
     "verify_typical",
 ]
 
-DOMAIN = "trtspec"
-VERSION = 1  # of the functions' definition
-OPSET = 24
 VERIFY_CHAIN = "VerifyChain"
 VERIFY_CHAIN_SAMPLED = "VerifyChainSampled"
 DRAW_TOKEN = "DrawToken"
@@ -57,16 +53,6 @@ DRAW_TOKEN = "DrawToken"
 # How many of the most likely tokens are ranked where top-k or top-p is asked for, one after the other
 # until that settles every row; at last the whole vocabulary, which takes 20 times as long as the first.
 RANKED = (512, 8192)
-
-
-class Graph(Protocol):
-    """What emits the nodes that call these functions: a graph builder."""
-
-    def multi(
-        self, op_type: str, *inputs: str, outputs: int, name: str = "", domain: str = "", **attributes: Any
-    ) -> list[str]:
-        """Emit a node; returns its outputs' names."""
-        ...
 
 
 def verify_chain(
@@ -98,67 +84,11 @@ def draw_token(graph: Graph, logits: str, temperature: str, top_k: str, top_p: s
     return graph.multi(DRAW_TOKEN, logits, temperature, top_k, top_p, u, outputs=1, domain=DOMAIN)[0]
 
 
-def tree_encoding(graph: Graph, parents: str) -> tuple[str, str]:
-    """Emit the call that encodes trees; returns ancestors bool [B, R, R] and depths i64 [B, R]."""
-    ancestors, depths = graph.multi(TREE_ENCODING, parents, outputs=2, domain=DOMAIN)
-    return ancestors, depths
-
-
-def verify_tree(
-    graph: Graph,
-    target_logits: str,
-    draft_tokens: str,
-    parents: str,
-    draft_counts: str,
-    temperature: str,
-    top_k: str,
-    top_p: str,
-    uniforms: str,
-) -> tuple[str, str, str, str, str]:
-    """Emit the call that verifies a tree of point-mass drafts.
-
-    Returns:
-        The names of accepted i64 [B], tokens i64 [B, P], path i64 [B, P - 1], finite bool [B], choice
-        i64 [B, R].
-    """
-    operands = (target_logits, draft_tokens, parents, draft_counts, temperature, top_k, top_p, uniforms)
-    accepted, tokens, path, finite, choice = graph.multi(VERIFY_TREE, *operands, outputs=5, domain=DOMAIN)
-    return accepted, tokens, path, finite, choice
-
-
-def verify_typical(
-    graph: Graph,
-    target_logits: str,
-    draft_tokens: str,
-    parents: str,
-    draft_counts: str,
-    temperature: str,
-    top_k: str,
-    top_p: str,
-    uniforms: str,
-    *,
-    posterior_threshold: float,
-    posterior_alpha: float,
-) -> tuple[str, str, str, str, str]:
-    """Emit the call that verifies a tree by typical acceptance; returns as `verify_tree` does."""
-    operands = [target_logits, draft_tokens, parents, draft_counts, temperature, top_k, top_p, uniforms]
-    for value in (posterior_threshold, posterior_alpha):
-        operands += graph.multi("Constant", outputs=1, value_float=value)
-    accepted, tokens, path, finite, choice = graph.multi(VERIFY_TYPICAL, *operands, outputs=5, domain=DOMAIN)
-    return accepted, tokens, path, finite, choice
-
-
 def functions() -> list[onnx.FunctionProto]:
     """All functions of the domain, for a model's `functions`."""
     bodies: tuple[str, ...] = (_EXPONENTIAL, _THRESHOLD, _WEIGHTS, _DRAW, _FINITE, _FIRST_REJECTED)
-    bodies += (_DRAW_TOKEN, _VERIFY_CHAIN, _VERIFY_CHAIN_SAMPLED, *tree_function.bodies(DOMAIN))
+    bodies += (_DRAW_TOKEN, _VERIFY_CHAIN, _VERIFY_CHAIN_SAMPLED, *tree_function.BODIES)
     return [parse(body) for body in bodies]
-
-
-def parse(body: str) -> onnx.FunctionProto:
-    """A function of the domain, from its text."""
-    header = f'<domain: "{DOMAIN}", opset_import: ["": {OPSET}, "{DOMAIN}": {VERSION}]>'
-    return onnx.parser.parse_function(header + body)
 
 
 def _polynomial() -> str:

@@ -15,9 +15,18 @@ from itertools import pairwise
 from engines.sampling import EXP_FLOOR, WEIGHT_SCALE
 from engines.trees import MAX_DEPTH
 from engines.uniforms import SAMPLE
+from engines.verification.domain import DOMAIN, Graph
 from engines.verification.tree_reference import FIXED_POINT
 
-__all__ = ["TREE_ENCODING", "VERIFY_TREE", "VERIFY_TYPICAL", "bodies"]
+__all__ = [
+    "BODIES",
+    "TREE_ENCODING",
+    "VERIFY_TREE",
+    "VERIFY_TYPICAL",
+    "tree_encoding",
+    "verify_tree",
+    "verify_typical",
+]
 
 TREE_ENCODING = "TreeEncoding"
 VERIFY_TREE = "VerifyTree"
@@ -26,12 +35,54 @@ VERIFY_TYPICAL = "VerifyTypical"
 _CLOSURE_SQUARINGS = (MAX_DEPTH - 1).bit_length()  # k of them reach 2^k levels up
 
 
-def bodies(domain: str) -> list[str]:
-    """The functions' texts, each behind those that it calls."""
-    return [
-        body.replace("{DOMAIN}", domain)
-        for body in (_TREE_ENCODING, _TREE_CHOICE, _TREE_VERDICT, _VERIFY_TREE, _VERIFY_TYPICAL)
-    ]
+def tree_encoding(graph: Graph, parents: str) -> tuple[str, str]:
+    """Emit the call that encodes trees; returns ancestors bool [B, R, R] and depths i64 [B, R]."""
+    ancestors, depths = graph.multi(TREE_ENCODING, parents, outputs=2, domain=DOMAIN)
+    return ancestors, depths
+
+
+def verify_tree(
+    graph: Graph,
+    target_logits: str,
+    draft_tokens: str,
+    parents: str,
+    draft_counts: str,
+    temperature: str,
+    top_k: str,
+    top_p: str,
+    uniforms: str,
+) -> tuple[str, str, str, str, str]:
+    """Emit the call that verifies a tree of point-mass drafts.
+
+    Returns:
+        The names of accepted i64 [B], tokens i64 [B, P], path i64 [B, P - 1], finite bool [B], choice
+        i64 [B, R].
+    """
+    operands = (target_logits, draft_tokens, parents, draft_counts, temperature, top_k, top_p, uniforms)
+    accepted, tokens, path, finite, choice = graph.multi(VERIFY_TREE, *operands, outputs=5, domain=DOMAIN)
+    return accepted, tokens, path, finite, choice
+
+
+def verify_typical(
+    graph: Graph,
+    target_logits: str,
+    draft_tokens: str,
+    parents: str,
+    draft_counts: str,
+    temperature: str,
+    top_k: str,
+    top_p: str,
+    uniforms: str,
+    *,
+    posterior_threshold: float,
+    posterior_alpha: float,
+) -> tuple[str, str, str, str, str]:
+    """Emit the call that verifies a tree by typical acceptance; returns as `verify_tree` does."""
+    operands = [target_logits, draft_tokens, parents, draft_counts, temperature, top_k, top_p, uniforms]
+    for value in (posterior_threshold, posterior_alpha):
+        operands += graph.multi("Constant", outputs=1, value_float=value)
+    accepted, tokens, path, finite, choice = graph.multi(VERIFY_TYPICAL, *operands, outputs=5, domain=DOMAIN)
+    return accepted, tokens, path, finite, choice
 
 
 def _closure() -> str:
@@ -73,7 +124,7 @@ _TREE_ENCODING = f"""
 }}
 """
 
-# The target's own token behind every node. sampled_weights i64 [B, R, V] -> choice i64 [B, R].
+# The target's own token behind every node. weights i64 [B, R, V], best, depths i64 [B, R] -> choice i64 [B, R].
 _TREE_CHOICE = f"""
 TreeChoice (weights, best, depths, temperature, uniforms) => (choice)
 {{
@@ -85,7 +136,7 @@ TreeChoice (weights, best, depths, temperature, uniforms) => (choice)
     last_level = Sub (levels, one)
     level = Min (depths, last_level)
     u_row = GatherElements <axis = 1> (u, level)
-    drawn = {{DOMAIN}}.Draw (weights, u_row)
+    drawn = {DOMAIN}.Draw (weights, u_row)
     sampled = Greater (temperature, zero_f)
     sampled_row = Unsqueeze (sampled, one)
     choice = Where (sampled_row, drawn, best)
@@ -93,10 +144,10 @@ TreeChoice (weights, best, depths, temperature, uniforms) => (choice)
 """
 
 # The deepest node whose whole path passed. passed bool [B, N] -> the verdict.
-_TREE_VERDICT = """
+_TREE_VERDICT = f"""
 TreeVerdict (target_logits, draft_tokens, own, passed, ancestors, depths, draft_counts, uniforms)
     => (accepted, tokens, path, finite, choice)
-{
+{{
     zero = Constant <value_int = 0> ()
     one = Constant <value_int = 1> ()
     half = Constant <value_float = 0.5> ()
@@ -125,7 +176,7 @@ TreeVerdict (target_logits, draft_tokens, own, passed, ancestors, depths, draft_
     failed_f = Cast <to = 1> (failed)
     batch = Shape <start = 0, end = 1> (draft_tokens)
     root_shape = Concat <axis = 0> (batch, row_axis)
-    root_f = ConstantOfShape <value = float[1] {0}> (root_shape)
+    root_f = ConstantOfShape <value = float[1] {{0}}> (root_shape)
     fails = Concat <axis = 1> (root_f, failed_f)
     fails_column = Unsqueeze (fails, last_axis)
     ancestors_f = Cast <to = 1> (ancestors)
@@ -146,7 +197,7 @@ TreeVerdict (target_logits, draft_tokens, own, passed, ancestors, depths, draft_
     nodes = ArgMax <axis = 2, keepdims = 0> (at_i)
     path = Slice (nodes, row_axis, end, row_axis)
 
-    root_i = ConstantOfShape <value = int64[1] {0}> (root_shape)
+    root_i = ConstantOfShape <value = int64[1] {{0}}> (root_shape)
     node_tokens = Concat <axis = 1> (root_i, draft_tokens)
     on_path_tokens = GatherElements <axis = 1> (node_tokens, path)
     drafts = Concat <axis = 1> (on_path_tokens, root_i)
@@ -158,7 +209,7 @@ TreeVerdict (target_logits, draft_tokens, own, passed, ancestors, depths, draft_
     emits_last = And (is_last, finite_row)
     last_or_none = Where (emits_last, last, minus_one)
     tokens = Where (is_accepted, drafts, last_or_none)
-}
+}}
 """
 
 _VERIFY_TREE = f"""
@@ -166,21 +217,21 @@ _VERIFY_TREE = f"""
     => (accepted, tokens, path, finite, choice)
 {{
     zero_f = Constant <value_float = 0.0> ()
-    ancestors, depths = {{DOMAIN}}.{TREE_ENCODING} (parents)
+    ancestors, depths = {DOMAIN}.{TREE_ENCODING} (parents)
     best = ArgMax <axis = -1, keepdims = 0> (target_logits)
     hottest = ReduceMax <keepdims = 0> (temperature)
     any_sampled = Greater (hottest, zero_f)
     own = If (any_sampled) <
         then_branch = sample () => (chosen)
         {{
-            weights = {{DOMAIN}}.Weights (target_logits, temperature, top_k, top_p)
-            chosen = {{DOMAIN}}.TreeChoice (weights, best, depths, temperature, uniforms)
+            weights = {DOMAIN}.Weights (target_logits, temperature, top_k, top_p)
+            chosen = {DOMAIN}.TreeChoice (weights, best, depths, temperature, uniforms)
         }},
         else_branch = greedy () => (argmax) {{ argmax = Identity (best) }}
     >
     wanted = GatherElements <axis = 1> (own, parents)
     passed = Equal (draft_tokens, wanted)
-    accepted, tokens, path, finite, choice = {{DOMAIN}}.TreeVerdict
+    accepted, tokens, path, finite, choice = {DOMAIN}.TreeVerdict
         (target_logits, draft_tokens, own, passed, ancestors, depths, draft_counts, uniforms)
 }}
 """
@@ -192,7 +243,7 @@ _VERIFY_TYPICAL = f"""
     => (accepted, tokens, path, finite, choice)
 {{
     zero_f = Constant <value_float = 0.0> ()
-    ancestors, depths = {{DOMAIN}}.{TREE_ENCODING} (parents)
+    ancestors, depths = {DOMAIN}.{TREE_ENCODING} (parents)
     best = ArgMax <axis = -1, keepdims = 0> (target_logits)
     hottest = ReduceMax <keepdims = 0> (temperature)
     any_sampled = Greater (hottest, zero_f)
@@ -205,8 +256,8 @@ _VERIFY_TYPICAL = f"""
             row_axis = Constant <value_ints = [1]> ()
             last_axis = Constant <value_ints = [-1]> ()
             per_row = Constant <value_ints = [1, 2]> ()
-            weights = {{DOMAIN}}.Weights (target_logits, temperature, top_k, top_p)
-            s_choice = {{DOMAIN}}.TreeChoice (weights, best, depths, temperature, uniforms)
+            weights = {DOMAIN}.Weights (target_logits, temperature, top_k, top_p)
+            s_choice = {DOMAIN}.TreeChoice (weights, best, depths, temperature, uniforms)
 
             sampled = Greater (temperature, zero_f)
             heat = Where (sampled, temperature, one_f)
@@ -226,7 +277,7 @@ _VERIFY_TYPICAL = f"""
             total_f = Cast <to = 1> (total)
             scaled_total = Mul (total_f, fixed)
             mean = Div (sum_f, scaled_total)
-            power = {{DOMAIN}}.Exponential (mean)
+            power = {DOMAIN}.Exponential (mean)
             unit = Constant <value_float = {WEIGHT_SCALE!r}> ()
             normaliser = Div (total_f, unit)
             typical = Div (power, normaliser)
@@ -264,7 +315,10 @@ _VERIFY_TYPICAL = f"""
             g_passed = Equal (draft_tokens, g_wanted)
         }}
     >
-    accepted, tokens, path, finite, choice = {{DOMAIN}}.TreeVerdict
+    accepted, tokens, path, finite, choice = {DOMAIN}.TreeVerdict
         (target_logits, draft_tokens, own, passed, ancestors, depths, draft_counts, uniforms)
 }}
 """
+
+# Each behind those that it calls.
+BODIES = (_TREE_ENCODING, _TREE_CHOICE, _TREE_VERDICT, _VERIFY_TREE, _VERIFY_TYPICAL)

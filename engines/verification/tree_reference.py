@@ -87,7 +87,8 @@ def verify_tree(
         uniforms: f32 [B, P, 3]: entry d decides the token at depth d + 1. Nodes deeper than P - 1 are
             never accepted.
 
-    Where siblings repeat a token, the deepest accepted node wins, then the lowest.
+    Where siblings repeat a token, the deepest accepted node wins, then the lowest: their rows have the
+    same context, and thus the same choices, so that it does not matter for what is emitted.
     """
     seen, depths = tree_encoding(parents)
     with np.errstate(invalid="ignore", divide="ignore"):
