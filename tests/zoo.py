@@ -90,7 +90,10 @@ def make_model(name: str, seed: int = 0) -> PreTrainedModel:
 
 def make_noisy(name: str, noise: float) -> PreTrainedModel:
     """The model of `make_model`, disturbed: a drafter that is often, not always, right."""
-    model = make_model(name)
+    return disturbed(make_model(name), noise)
+
+
+def disturbed(model: PreTrainedModel, noise: float) -> PreTrainedModel:
     torch.manual_seed(99)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import heads_zoo
 import numpy as np
 import pytest
+import torch
 import zoo
+from transformers import PreTrainedModel
 
-from engines.bundle import EngineFacts
+from engines.bundle import DynamicTree, EngineFacts, LookaheadSize, StaticTree
 from engines.decoding import Completion, Decoder, FinishReason, Request, RequestError
 from engines.exactness import compare_greedy
 from engines.sampling import SamplingParams
@@ -16,34 +19,68 @@ from engines.sessions.onnxruntime import OnnxSession
 
 MAX_SEQ_LEN = 96
 GAMMA = 8
-METHODS = ["ngram", "draft_model", "layer_skip"]
+VOCABULARY = 29
+# Wide at the top: with this few tokens, a random head's tree often holds the right one.
+TREE = StaticTree(
+    choices=(
+        *((i,) for i in range(14)),
+        *((i, j) for i in range(4) for j in range(6)),
+        *((0, i, 0) for i in range(6)),
+        (1, 0, 0),
+        (0, 0, 0, 0),
+    )
+)
+DRAWN = StaticTree(choices=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)), drawn=True)
+# name -> method, options of `zoo.make_session`, head
+MODES: dict[str, tuple[str, dict[str, object], str]] = {
+    "ngram": ("ngram", {}, ""),
+    "lookahead": ("lookahead", {"lookahead": LookaheadSize(window=4, ngram=3, guesses=4)}, ""),
+    "draft_model": ("draft_model", {}, "noisy"),
+    "layer_skip": ("layer_skip", {"exit_layer": 5}, ""),
+    "medusa": ("medusa", {"gamma": 4}, "medusa"),
+    "medusa-tree": ("medusa", {"gamma": 4, "tree": TREE}, "medusa"),
+    "eagle": ("eagle", {}, "eagle"),
+    "eagle-tree": ("eagle", {"gamma": 4, "tree": TREE}, "eagle"),
+    "eagle-drawn": ("eagle", {"gamma": 4, "tree": DRAWN}, "eagle"),
+    "eagle3": ("eagle3", {}, "eagle3"),
+    "eagle3-dynamic": ("eagle3", {"gamma": 3, "tree": DynamicTree(top_k=6, nodes=40)}, "eagle3"),
+}
+METHODS = list(MODES)
+# Drafts are point masses: a seeded run must equal the seeded plain run token for token.
+POINT_MASSES = ["ngram", "lookahead", "medusa", "medusa-tree", "eagle-tree", "eagle3-dynamic"]
 Loaded = tuple[OnnxSession, EngineFacts]
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Loaded]]:
-    """One engine a method; the drafter is the target with noise, so that some drafts are accepted."""
+    """One engine a mode. The draft model is the target with noise; heads are random."""
     root = tmp_path_factory.mktemp("engines")
-    target = zoo.save(zoo.make_model("llama"), root / "target")
-    drafter = zoo.save(zoo.make_noisy("llama", noise=0.02), root / "drafter")
+    model = make_model()
+    target = zoo.save(model, root / "target")
+    heads = {
+        "": None,
+        "noisy": zoo.save(zoo.disturbed(make_model(), noise=0.02), root / "noisy"),
+        "medusa": heads_zoo.make_medusa(model, root / "medusa", heads=4),
+        "eagle": heads_zoo.make_eagle(model, root / "eagle"),
+        "eagle3": heads_zoo.make_eagle3(model, root / "eagle3", draft_vocab=23),
+    }
     made = {}
-    for method in METHODS:
-        made[method] = zoo.make_session(
-            target,
-            root / method,
-            method=method,
-            gamma=GAMMA,
-            exit_layer=2 if method == "layer_skip" else None,
-            drafter=drafter if method == "draft_model" else None,
-            max_seq_len=MAX_SEQ_LEN,
-        )
+    for name, (method, options, head) in MODES.items():
+        values: dict[str, object] = {"gamma": GAMMA, "max_seq_len": MAX_SEQ_LEN, **options}
+        made[name] = zoo.make_session(
+            target, root / f"engine-{name}", method=method, drafter=heads[head], **values
+        )  # type: ignore[arg-type]
     return made
+
+
+def make_model() -> PreTrainedModel:
+    return heads_zoo.make_deep_model(6, vocab_size=VOCABULARY)
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
     """Ragged; the second half of each repeats its first, so that n-grams match."""
     rng = np.random.default_rng(seed)
-    halves = [rng.integers(3, 97, rng.integers(1, 14)).tolist() for _ in range(count)]
+    halves = [rng.integers(3, VOCABULARY, rng.integers(1, 14)).tolist() for _ in range(count)]
     return [half + half for half in halves]
 
 
@@ -70,6 +107,7 @@ def test_greedy_speculation_equals_plain_decoding(
     engines: dict[str, Loaded], method: str, gamma: int, batch: int
 ) -> None:
     asked = prompts(8, seed=gamma)
+    gamma = min(gamma, engines[method][1].gamma)
     plain = [run(engines[method], [Request(p, 24, gamma=0)])[0].tokens for p in asked]
     for start in range(0, len(asked), batch):
         requests = [Request(p, 24, gamma=gamma) for p in asked[start : start + batch]]
@@ -79,10 +117,18 @@ def test_greedy_speculation_equals_plain_decoding(
             assert got.acceptance.drafted > 0 or method == "ngram"
 
 
-def test_plain_decoding_equals_transformers(engines: dict[str, Loaded]) -> None:
-    import torch
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_are_accepted_and_rejected(engines: dict[str, Loaded], method: str) -> None:
+    """Else the other tests would compare plain decoding with itself."""
+    stats = [c.acceptance for c in run(engines[method], [Request(p, 40) for p in prompts(8, seed=21)])]
+    assert sum(s.accepted for s in stats) > 0
+    assert sum(s.rejections for s in stats) > 0
+    if MODES[method][1].get("tree") and method != "eagle-drawn":
+        assert sum(s.accepted_at[1] for s in stats) > 0  # paths of more than one node were compacted
 
-    model = zoo.make_model("llama")
+
+def test_plain_decoding_equals_transformers(engines: dict[str, Loaded]) -> None:
+    model = make_model()
     for prompt in prompts(3, seed=11):
         ids = torch.tensor([prompt])
         expected = model.generate(
@@ -116,12 +162,13 @@ def test_seeded_results_do_not_depend_on_the_batch(engines: dict[str, Loaded], m
     assert [c.tokens for c in together] == [c.tokens for c in alone]
 
 
-def test_seeded_ngram_equals_seeded_plain_decoding(engines: dict[str, Loaded]) -> None:
-    """Point-mass drafts are matched against the very token that plain decoding would have drawn."""
-    for i, prompt in enumerate(prompts(6, seed=8)):
+@pytest.mark.parametrize("method", POINT_MASSES)
+def test_seeded_point_masses_equal_seeded_plain_decoding(engines: dict[str, Loaded], method: str) -> None:
+    """Their drafts are matched against the very token that plain decoding would have drawn."""
+    for i, prompt in enumerate(prompts(4, seed=8)):
         sampling = SamplingParams(0.7, seed=i)
-        plain = run(engines["ngram"], [Request(prompt, 32, sampling=sampling, gamma=0)])[0]
-        drafted = run(engines["ngram"], [Request(prompt, 32, sampling=sampling)])[0]
+        plain = run(engines[method], [Request(prompt, 32, sampling=sampling, gamma=0)])[0]
+        drafted = run(engines[method], [Request(prompt, 32, sampling=sampling)])[0]
         assert plain.tokens == drafted.tokens
 
 
@@ -138,7 +185,8 @@ def test_mixed_greedy_and_sampled_batch(engines: dict[str, Loaded], method: str)
 def test_speculation_off_and_on_within_one_engine(engines: dict[str, Loaded], method: str) -> None:
     """A plain request lets the drafter's cache lag; a speculating one beside it is not disturbed."""
     asked = prompts(4, seed=12)
-    mixed = [Request(p, 30, gamma=g) for p, g in zip(asked, [0, 5, 2, 0], strict=True)]
+    most = engines[method][1].gamma
+    mixed = [Request(p, 30, gamma=g) for p, g in zip(asked, [0, min(5, most), 2, 0], strict=True)]
     for request, got in zip(mixed, run(engines[method], mixed), strict=True):
         plain = run(engines[method], [Request(request.prompt, 30, gamma=0)])[0]
         assert_same(engines[method], request, plain.tokens, got.tokens)
@@ -146,7 +194,7 @@ def test_speculation_off_and_on_within_one_engine(engines: dict[str, Loaded], me
 
 @pytest.mark.parametrize("method", METHODS)
 def test_context_limit(engines: dict[str, Loaded], method: str) -> None:
-    full = [int(t) for t in np.random.default_rng(1).integers(3, 97, MAX_SEQ_LEN)]
+    full = [int(t) for t in np.random.default_rng(1).integers(3, VOCABULARY, MAX_SEQ_LEN)]
     at_limit, one_less, some = run(engines[method], [Request(full), Request(full[:-1]), Request(full[:80])])
     assert (at_limit.tokens, at_limit.reason) == ([], FinishReason.LENGTH)
     assert len(one_less.tokens) == 1
@@ -211,7 +259,7 @@ def test_cancelled_request_frees_its_slot(engines: dict[str, Loaded]) -> None:
     ("request_", "message"),
     [
         (Request([]), "the prompt is empty"),
-        (Request([97]), "token id 97"),
+        (Request([VOCABULARY]), f"token id {VOCABULARY}"),
         (Request([-1]), "token id -1"),
         (Request([5], -1), "max_new_tokens = -1"),
         (Request([5], gamma=GAMMA + 1), "γ = 9"),
