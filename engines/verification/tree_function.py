@@ -124,7 +124,7 @@ _TREE_ENCODING = f"""
 }}
 """
 
-# The target's own token behind every node. weights i64 [B, R, V], best, depths i64 [B, R] -> choice i64 [B, R].
+# The target's own token behind every node. weights i64 [B, R, V], best, depths i64 [B, R] -> choice [B, R].
 _TREE_CHOICE = f"""
 TreeChoice (weights, best, depths, temperature, uniforms) => (choice)
 {{
