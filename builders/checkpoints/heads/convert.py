@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 import shutil
+import struct
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,7 +43,26 @@ __all__ = [
 
 _PICKLES = (".pt", ".pth", ".bin")
 _MAX_TENSORS = 4096
+_SAFE_TORCH = (2, 6)  # before, weights-only loading could run code (CVE-2025-32434)
 _FP8 = "F8_E4M3"
+# How PyTorch's weights-only unpickler speaks of calls that it refuses.
+_CALL = re.compile(r"GLOBAL ([\w.]+)|Trying to call reduce|Can only (?:create|build)")
+_ADVICE = ("Weights only load failed", "Please file an issue", "Check the documentation")
+# What PyTorch lets through when a file is damaged.
+_BROKEN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 _STATE_DICT = "a state dict as torch.save writes it"
 _TEXT_FILES = (
     "config.json",
@@ -223,20 +244,24 @@ def _load(file: Path) -> Any:
         import torch
     except ImportError as error:
         raise NoTorchError("a pickle, and PyTorch is not installed", place=file) from error
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _SAFE_TORCH:
+        raise NoTorchError(
+            f"PyTorch {torch.__version__}, whose weights-only unpickler can be fooled", place=file
+        )
     mapped = zipfile.is_zipfile(file)  # the older format cannot be mapped
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the older formats
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        if "nsupported" in str(error):  # a global, a class or an opcode beyond what builds tensors
-            raise CodeInPickleError(
-                _reason(error), place=file, allowed="a dict of tensors, of which nothing runs"
-            ) from error
-        raise BadPickleError(_reason(error), place=file, allowed=_STATE_DICT) from error
-    except (RuntimeError, EOFError, OSError, MemoryError, OverflowError) as error:
-        raise BadPickleError(_reason(error), place=file, allowed=_STATE_DICT) from error
-    except (AttributeError, AssertionError, ImportError, LookupError, TypeError, ValueError) as error:
+        called = _CALL.search(str(error))
+        if called is None:
+            raise BadPickleError(_reason(error), place=file, allowed=_STATE_DICT) from error
+        found = f"it wants to call {called[1] or 'something'}"
+        raise CodeInPickleError(
+            found, place=file, allowed="a dict of tensors, of which nothing runs"
+        ) from error
+    except _BROKEN as error:
         raise BadPickleError(_reason(error), place=file, allowed=_STATE_DICT) from error
 
 
@@ -308,5 +333,6 @@ def _dtypes() -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what PyTorch said; the rest advises to trust the file."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    """What PyTorch said, without its advice to trust the file."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(_ADVICE)]
+    return lines[0].strip()[:300] if lines else type(error).__name__

@@ -118,6 +118,15 @@ def test_without_torch(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_torch_whose_unpickler_can_be_fooled(
+    tmp_path: Path, target_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_medusa(target_model, tmp_path / "head", pickled=True)
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
+    with pytest.raises(MachineError, match=r"PyTorch 2\.5\.1"):
+        convert_head(folder, tmp_path / "out")
+
+
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("make", [make_eagle, make_eagle3, make_speculators])
 def test_fp8(
