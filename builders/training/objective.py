@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -11,8 +12,9 @@ from torch.nn import functional
 from builders.training.drafters import Drafter, shift
 from builders.training.features import Batch, FeatureStore
 
-__all__ = ["Acceptance", "chains", "loss", "simulate"]
+__all__ = ["Acceptance", "chains", "cross_entropy", "loss", "simulate"]
 
+_CHUNK = 128  # rows of logits at a time
 _DECAY = 0.8  # weight of step k is 0.8^k (Medusa, section 2.2.1; EAGLE-3's training code)
 
 
@@ -24,25 +26,84 @@ def loss(drafter: Drafter, batch: Batch, steps: int) -> torch.Tensor:
     inside = torch.zeros(drafter.target.lm_head.shape[0], dtype=torch.bool, device=batch.ids.device)
     inside[drafter.vocabulary] = True
     counted = shift(batch.answer & inside[batch.ids], 1)  # row j: token j + 1 is to be predicted
-    with torch.no_grad():
-        teacher = (
-            functional.linear(batch.hidden[counted].to(drafter.rows.dtype), drafter.rows).float().softmax(-1)
-        )
-        rank = torch.zeros_like(batch.ids)
-        rank[counted] = torch.arange(teacher.shape[0], device=batch.ids.device)
+    teacher = _probabilities(batch.hidden[counted], drafter.rows)
+    rank = torch.zeros_like(batch.ids)
+    rank[counted] = torch.arange(teacher.shape[0], device=batch.ids.device)
     total = torch.zeros((), device=batch.ids.device)
     weights = 0.0
     for k, features in enumerate(drafter.features(batch, steps)):
         rows = shift(counted, 1 + k)
-        wanted = teacher[shift(rank, 1 + k)[rows]]
-        logits = functional.linear(features[rows].to(drafter.rows.dtype), drafter.rows).float()
-        cross = (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
+        cross = cross_entropy(features[rows], drafter.rows, teacher, shift(rank, 1 + k)[rows])
         if drafter.feature_loss:
             true = shift(batch.hidden, 1 + k)[rows].float()
             cross = cross + drafter.feature_loss * functional.smooth_l1_loss(features[rows].float(), true)
         total = total + _DECAY**k * cross
         weights += _DECAY**k
     return total / weights
+
+
+@torch.no_grad()
+def _probabilities(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """softmax of hidden [n, H] times rows [V, H], in the type of `rows`."""
+    out = torch.empty(hidden.shape[0], rows.shape[0], dtype=rows.dtype, device=rows.device)
+    for part in _chunks(hidden.shape[0]):
+        out[part] = functional.linear(hidden[part].to(rows.dtype), rows).float().softmax(-1).to(rows.dtype)
+    return out
+
+
+def cross_entropy(
+    features: torch.Tensor, rows: torch.Tensor, teacher: torch.Tensor, index: torch.Tensor
+) -> torch.Tensor:
+    """Mean cross-entropy of softmax(features rows^T) against the distributions teacher[index].
+
+    Args:
+        features: [n, H], the only argument that gets a gradient.
+        rows: [V, H] of the lm_head, frozen.
+        teacher: [m, V].
+        index: [n] into `teacher`.
+    """
+    out: torch.Tensor = _CrossEntropy.apply(features, rows, teacher, index)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Loss and gradient of a few rows at a time, so that logits stay in the cache.
+
+    On a CPU, softmax over whole batches costs more than all matrix products together: its temporaries are
+    hundreds of megabytes. The lm_head is frozen, so the gradient is known as soon as the logits are.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, features: torch.Tensor, rows: torch.Tensor, teacher: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor:
+        """See `cross_entropy`."""
+        count = max(features.shape[0], 1)
+        gradient = torch.empty(features.shape, dtype=torch.float32, device=features.device)
+        total = torch.zeros((), device=features.device)
+        for part in _chunks(features.shape[0]):
+            logits = functional.linear(features[part].to(rows.dtype), rows).float()
+            wanted = teacher[index[part]].float()
+            logits -= logits.amax(-1, keepdim=True)
+            total -= torch.dot(wanted.flatten(), logits.flatten())
+            mass = logits.exp_().sum(-1, keepdim=True)
+            total += mass.log().sum()
+            logits /= mass
+            logits -= wanted
+            gradient[part] = (logits.to(rows.dtype) @ rows).float()
+        ctx.save_for_backward(gradient.mul_(1 / count))
+        ctx.dtype = features.dtype
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """The gradient that `forward` found, times the upstream one."""
+        (gradient,) = ctx.saved_tensors
+        return (gradient * upstream).to(ctx.dtype), None, None, None
+
+
+def _chunks(count: int) -> list[slice]:
+    return [slice(begin, begin + _CHUNK) for begin in range(0, count, _CHUNK)]
 
 
 @dataclass(frozen=True)

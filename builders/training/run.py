@@ -115,6 +115,7 @@ class TrainingRun:
         if self.out.exists():
             raise OutputTakenError("the folder exists", place=self.out)
         device = self._device()
+        torch.set_flush_denormal(True)  # tiny probabilities mean nothing and are slow
         target = read_checkpoint(self.target)
         generation = GenerationPlan(seed=self.plan.seed, batch=min(128, self.generate or 128))
         settings = self._settings(target, generation)
