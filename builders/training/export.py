@@ -89,6 +89,7 @@ def write_head(
         if isinstance(drafter, DraftModel) and not target.config.tie_embeddings:
             tensors["lm_head.weight"] = stored(drafter.target.lm_head, store)["weight"]
     save_file(tensors, folder / file, metadata={"format": "pt"})
+    (folder / file).chmod(0o644)  # save_file makes it private
     _json(folder / "config.json", head_config(drafter, target, store))
     _json(folder / "provenance.json", provenance)
     if isinstance(drafter, DraftModel) and store != "fp8":
@@ -99,7 +100,7 @@ def write_head(
 
 def head_config(drafter: Drafter, target: Checkpoint, store: Store) -> dict[str, Any]:
     """config.json with the published keys."""
-    dtype = "float32" if store == "fp32" else "float16"
+    dtype = {} if store == "fp8" else {"dtype": "float32" if store == "fp32" else "float16"}
     if isinstance(drafter, Medusa):
         return {
             "model_type": "medusa",
@@ -109,7 +110,7 @@ def head_config(drafter: Drafter, target: Checkpoint, store: Store) -> dict[str,
             "version": "2",
             "hidden_size": target.config.hidden_size,
             "vocab_size": target.config.vocab_size,
-            "dtype": dtype,
+            **dtype,
         }
     layers: Any = drafter.model.layers if isinstance(drafter, DraftModel) else [_layer(drafter)]
     config = {
@@ -123,7 +124,7 @@ def head_config(drafter: Drafter, target: Checkpoint, store: Store) -> dict[str,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": isinstance(drafter, DraftModel) and target.config.tie_embeddings,
-        "dtype": dtype,
+        **dtype,
     }
     if target.tokenizer is not None:
         ids = target.tokenizer.special
