@@ -8,7 +8,18 @@ from typing import Literal
 
 from builders.checkpoints.heads.source import HeadError, Source
 
-__all__ = ["SUPPORTED", "Kind", "SeveralLayersError", "UnknownHeadError", "UnsupportedHeadError", "kind_of"]
+__all__ = [
+    "MEDUSA",
+    "SUPPORTED",
+    "Kind",
+    "SeveralLayersError",
+    "UnknownHeadError",
+    "UnsupportedHeadError",
+    "check_one_layer",
+    "claimed_other",
+    "kind_of",
+    "need_kind",
+]
 
 Kind = Literal["medusa", "eagle", "fusion_eagle", "eagle3"]
 

@@ -42,9 +42,10 @@ def read_map(
             t2d and d2t disagree.
         OtherTargetError: a full vocabulary, or t2d, of another size than the target's.
     """
-    d2t, t2d = source.tensors.get("d2t"), source.tensors.get("t2d")
+    d2t = source.tensors.get("d2t")
+    marked, warnings = _marked(source, target)
     if d2t is None:
-        return None, _full(source, lm_head_rows, t2d, target)
+        return None, warnings + _full(source, lm_head_rows, marked, target)
     size = d2t.shape[0] if len(d2t.shape) == 1 else 0
     if d2t.dtype != "I64" or not 0 < size <= _MAX_TOKENS:
         raise _error(source, "d2t", f"{d2t.dtype} {list(d2t.shape)}", "I64 [draft vocabulary]")
@@ -69,8 +70,11 @@ def read_map(
         twice = int(found[counts.argmax()])
         which = np.flatnonzero(ids == twice)[:4].tolist()
         raise _error(source, "d2t", f"draft tokens {which} all stand for token {twice}", "each token once")
-    warnings = _check_t2d(source, t2d, found, target)
-    if t2d is None and size < real and not offsets.any():
+    if marked is not None:
+        _check_t2d(source, marked, found)
+    else:
+        warnings += ("d2t without t2d: nothing confirms the map",)
+    if marked is None and size < real and not offsets.any():
         warnings += (
             f"d2t holds only zeros, so that the draft vocabulary is the first {size} tokens: "
             "some exports lose the map this way",
@@ -81,12 +85,12 @@ def read_map(
 
 
 def _full(
-    source: Source, lm_head_rows: int | None, t2d: TensorRef | None, target: Checkpoint
+    source: Source, lm_head_rows: int | None, marked: npt.NDArray[np.int64] | None, target: Checkpoint
 ) -> tuple[str, ...]:
     """Without d2t: the head must have the target's vocabulary."""
     claimed = source.config.get("draft_vocab_size")
     real = real_tokens(target)
-    if t2d is not None and not _values(t2d, np.dtype(np.bool_)).all():
+    if marked is not None and marked.size < real:
         raise _error(source, "d2t", "no d2t, and t2d leaves tokens out", "d2t beside t2d")
     if lm_head_rows is None:
         # Nothing but the config could say so, and a head that is trained on a reduced vocabulary has both.
@@ -105,16 +109,8 @@ def _full(
     return check_rows(source, "lm_head.weight", lm_head_rows, target)
 
 
-def _check_t2d(
-    source: Source, t2d: TensorRef | None, ids: npt.NDArray[np.int64], target: Checkpoint
-) -> tuple[str, ...]:
+def _check_t2d(source: Source, marked: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> None:
     """That t2d marks the tokens `ids` (sorted) and no others."""
-    if t2d is None:
-        return ("d2t without t2d: nothing confirms the map",)
-    if t2d.dtype != "BOOL" or len(t2d.shape) != 1:
-        raise _error(source, "t2d", f"{t2d.dtype} {list(t2d.shape)}", "BOOL [target vocabulary]")
-    warnings = check_rows(source, "t2d", t2d.shape[0], target)
-    marked = np.flatnonzero(_values(t2d, np.dtype(np.bool_)))
     if marked.size != ids.size:
         raise _error(
             source, "t2d", f"it marks {marked.size} tokens", f"{ids.size}, as many as d2t has entries"
@@ -127,7 +123,17 @@ def _check_t2d(
             f"it marks token {int(marked[i])} where d2t leads to token {int(ids[i])}",
             "the tokens that d2t leads to",
         )
-    return warnings
+
+
+def _marked(source: Source, target: Checkpoint) -> tuple[npt.NDArray[np.int64] | None, tuple[str, ...]]:
+    """The tokens that t2d marks, sorted; None without t2d."""
+    t2d = source.tensors.get("t2d")
+    if t2d is None:
+        return None, ()
+    if t2d.dtype != "BOOL" or len(t2d.shape) != 1:
+        raise _error(source, "t2d", f"{t2d.dtype} {list(t2d.shape)}", "BOOL [target vocabulary]")
+    warnings = check_rows(source, "t2d", t2d.shape[0], target)
+    return np.flatnonzero(_values(t2d, np.dtype(np.bool_))), warnings
 
 
 def _values(tensor: TensorRef, element: np.dtype[Any]) -> npt.NDArray[Any]:

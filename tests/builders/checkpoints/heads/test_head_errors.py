@@ -191,6 +191,7 @@ def move(tensors: Tensors) -> None:
         (lambda t: t["t2d"].fill_(True), ":t2d", "marks 97 tokens", "41"),
         (move, ":t2d", "where d2t leads to token", "the tokens that d2t leads to"),
         (lambda t: t.update(t2d=t["t2d"].long()), ":t2d", "I64 [97]", "BOOL"),
+        (lambda t: [t.pop("d2t"), t.update(t2d=t["t2d"].byte())], ":t2d", "U8 [97]", "BOOL"),
     ],
 )
 def test_maps(
@@ -208,10 +209,13 @@ def test_maps(
     assert "target id = draft id + d2t[draft id]" in error.remedy
 
 
+@pytest.mark.parametrize("d2t", [True, False])
 def test_t2d_for_another_vocabulary(
-    tmp_path: Path, target_model: PreTrainedModel, target: Checkpoint
+    d2t: bool, tmp_path: Path, target_model: PreTrainedModel, target: Checkpoint
 ) -> None:
     folder = edit_head(make_eagle3(target_model, tmp_path), lambda t: t.update(t2d=t["t2d"][:96]))
+    if not d2t:
+        edit_head(folder, lambda t: t.pop("d2t"))
     check(refused(folder, target), "head.other-target", ":t2d", "96 rows", "97")
 
 
