@@ -159,7 +159,7 @@ class LookaheadSize(_Record):
 
 
 class TypicalAcceptance(_Record):
-    """ε and α of typical acceptance, see `engines.verification.reference.verify_typical`."""
+    """ε and α of typical acceptance, see `engines.verification.tree_reference.verify_typical`."""
 
     posterior_threshold: float = Field(gt=0, lt=1)
     posterior_alpha: float = Field(gt=0, le=1)

@@ -22,7 +22,7 @@ from builders.checkpoints.heads.reader import read_head
 from builders.checkpoints.reader import read_checkpoint
 from builders.checkpoints.types import Checkpoint
 from builders.graph.step import Drafter, emit_step, engine_shapes
-from engines.bundle import CacheShape, DynamicTree, EngineFacts, LookaheadSize, StaticTree
+from engines.bundle import CacheShape, DynamicTree, EngineFacts, LookaheadSize, StaticTree, TypicalAcceptance
 from engines.sessions.base import StepInputs
 from engines.sessions.onnxruntime import OnnxSession
 
@@ -144,6 +144,7 @@ def make_session(
     lookahead: LookaheadSize | None = None,
     verification: str = "exact",
     confidence_threshold: float = 0.0,
+    slots: int = 8,
 ) -> tuple[OnnxSession, EngineFacts]:
     """Emit the step of a checkpoint folder and load it, without the pipeline around it."""
     method = method or ("ngram" if gamma else "none")
@@ -166,8 +167,12 @@ def make_session(
         tree=tree,
         lookahead=lookahead,
         verification=verification,
+        typical=TypicalAcceptance(posterior_threshold=0.09, posterior_alpha=0.3)
+        if verification == "typical"
+        else None,
         lossless=verification != "typical",
         confidence_threshold=confidence_threshold,
+        max_batch_size=slots,
         max_seq_len=max_seq_len,
         vocab_size=vocab_size or target.config.vocab_size,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import heads_zoo
 import numpy as np
 import pytest
 import scipy.stats
@@ -17,7 +18,7 @@ import torch
 import zoo
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engines.bundle import EngineFacts
+from engines.bundle import DynamicTree, EngineFacts, LookaheadSize, StaticTree
 from engines.decoding import Decoder, Request
 from engines.sampling import SamplingParams
 from engines.sessions.onnxruntime import OnnxSession
@@ -49,9 +50,11 @@ def filtered(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
     return p / p.sum()
 
 
-def exact(model: LlamaForCausalLM, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+def exact(
+    model: LlamaForCausalLM, sampling: SamplingParams, length: int = LENGTH
+) -> dict[tuple[int, ...], float]:
     table: dict[tuple[int, ...], float] = {}
-    for outcome in itertools.product(range(VOCABULARY), repeat=LENGTH):
+    for outcome in itertools.product(range(VOCABULARY), repeat=length):
         ids = torch.tensor([PROMPT + list(outcome)])
         with torch.no_grad():
             logits = model(ids).logits[0].double().numpy()
@@ -61,13 +64,13 @@ def exact(model: LlamaForCausalLM, sampling: SamplingParams) -> dict[tuple[int, 
 
 
 def sample(
-    session: OnnxSession, facts: EngineFacts, sampling: SamplingParams, gamma: int
+    session: OnnxSession, facts: EngineFacts, sampling: SamplingParams, gamma: int, length: int = LENGTH
 ) -> tuple[dict[tuple[int, ...], int], float]:
     decoder = Decoder(session, facts)
     requests = [
         Request(
             PROMPT,
-            LENGTH,
+            length,
             sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, seed=seed),
             stop_tokens=frozenset(),
             gamma=gamma,
@@ -116,6 +119,7 @@ def test_draft_model(sampling: SamplingParams, drafter: str, tmp_path: Path) -> 
         gamma=2,
         drafter=zoo.save(draft, tmp_path / "drafter"),
         max_seq_len=16,
+        slots=64,
     )
     counts, rate = sample(session, facts, sampling, gamma=2)
     assert rate > 0.6 if drafter == "good" else rate < 0.75
@@ -132,14 +136,81 @@ def test_other_methods(method: str, tmp_path: Path) -> None:
         gamma=2,
         exit_layer=1 if method == "layer_skip" else None,
         max_seq_len=16,
+        slots=64,
     )
     counts, _ = sample(session, facts, sampling, gamma=2)
     assert_follows(counts, exact(tiny(0), sampling))
 
 
+DRAWN = StaticTree(choices=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1)), drawn=True)
+LIKELY = StaticTree(choices=((0,), (1,), (0, 0), (0, 1), (1, 0)))
+HEADS: dict[str, tuple[str, dict[str, object]]] = {
+    "eagle": ("eagle", {}),
+    "eagle-drawn": ("eagle", {"tree": DRAWN}),
+    "eagle3-reduced": ("eagle3", {}),
+    "eagle3-dynamic": ("eagle3", {"tree": DynamicTree(top_k=2, nodes=4), "confidence_threshold": 0.2}),
+    "medusa-tree": ("medusa", {"tree": LIKELY}),
+    "lookahead": ("lookahead", {"lookahead": LookaheadSize(window=2, ngram=3, guesses=2)}),
+}
+
+
+@pytest.mark.parametrize("mode", HEADS)
+def test_heads_and_trees(mode: str, tmp_path: Path) -> None:
+    """Random heads, four tokens: paths of two draft tokens are tried, accepted and rejected."""
+    sampling, length = SamplingParams(0.9, 4, 0.97), 4
+    model = tiny(0)
+    method, options = HEADS[mode]
+    head = None
+    if method == "eagle":
+        head = heads_zoo.make_eagle(model, tmp_path / "head")
+    elif method == "eagle3":
+        head = heads_zoo.make_eagle3(model, tmp_path / "head", draft_vocab=4, taps=(1, 2, 3))
+    elif method == "medusa":
+        head = heads_zoo.make_medusa(model, tmp_path / "head")
+    session, facts = zoo.make_session(
+        zoo.save(model, tmp_path / "target"),
+        tmp_path / "b",
+        method=method,
+        gamma=2,
+        drafter=head,
+        max_seq_len=16,
+        slots=64,
+        **options,  # type: ignore[arg-type]
+    )
+    counts, rate = sample(session, facts, sampling, gamma=2, length=length)
+    assert 0.02 < rate < 0.9
+    assert_follows(counts, exact(model, sampling, length))
+
+
+def test_typical_acceptance_is_not_exact(tmp_path: Path) -> None:
+    """What makes it lossy is visible, and at temperature 0 it is exact."""
+    model = tiny(0)
+    session, facts = zoo.make_session(
+        zoo.save(model, tmp_path / "target"),
+        tmp_path / "b",
+        method="medusa",
+        gamma=2,
+        drafter=heads_zoo.make_medusa(model, tmp_path / "head"),
+        max_seq_len=16,
+        slots=64,
+        tree=LIKELY,
+        verification="typical",
+    )
+    assert not facts.lossless
+    sampling = SamplingParams(0.9)
+    counts, _ = sample(session, facts, sampling, gamma=2, length=4)
+    with pytest.raises(AssertionError):
+        assert_follows(counts, exact(model, sampling, 4))
+    decoder = Decoder(session, facts)
+    greedy = [decoder.run([Request(PROMPT, 9, gamma=gamma)])[0].tokens for gamma in (0, 2)]
+    assert greedy[0] == greedy[1]
+
+
 def test_the_test_can_fail(tmp_path: Path) -> None:
     """Another model's samples are told apart."""
-    session, facts = zoo.make_session(zoo.save(tiny(7), tmp_path / "m"), tmp_path / "b", max_seq_len=16)
+    session, facts = zoo.make_session(
+        zoo.save(tiny(7), tmp_path / "m"), tmp_path / "b", max_seq_len=16, slots=64
+    )
     counts, _ = sample(session, facts, SamplingParams(1.0), gamma=0)
     with pytest.raises(AssertionError):
         assert_follows(counts, exact(tiny(0), SamplingParams(1.0)))
