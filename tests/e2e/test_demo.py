@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import zoo
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from builders.checkpoints.heads.convert import convert_head
 from engines.decoding import Decoder, Request
 from engines.exactness import TOLERANCES, compare_greedy
 from engines.sessions.onnxruntime import OnnxSession
@@ -110,3 +113,35 @@ def test_greedy_text_is_the_targets(
     accepted = sum(c.acceptance.accepted for c in found)
     steps = sum(c.acceptance.steps for c in found)
     assert accepted / steps > (0.3 if facts.method in TRAINED else 0.02)
+
+
+def test_a_shuffled_head_drafts_no_better_than_a_random_one(prompts: list[list[int]], tmp_path: Path) -> None:
+    """What the shipped head's acceptance rests on: destroyed, it is that of chance."""
+    trained = tmp_path / "trained"
+    convert_head(EXAMPLES / "heads" / "smollm2-eagle3", trained)
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(trained / "model.safetensors")
+    rates = {}
+    for name in ("trained", "shuffled", "random"):
+        folder = tmp_path / name
+        if name != "trained":
+            shutil.copytree(trained, folder)
+            changed = {k: _destroyed(v, name, generator) for k, v in tensors.items()}
+            save_file(changed, folder / "model.safetensors")
+        session, facts = zoo.make_session(
+            TARGET, tmp_path / f"engine-{name}", method="eagle3", gamma=3, drafter=folder, max_seq_len=512
+        )
+        found = Decoder(session, facts).run([Request(p, 2 * TOKENS) for p in prompts])
+        rates[name] = sum(c.acceptance.accepted for c in found) / sum(c.acceptance.steps for c in found)
+    assert rates["trained"] > 0.25
+    assert rates["shuffled"] < 0.03
+    assert abs(rates["shuffled"] - rates["random"]) < 0.03
+
+
+def _destroyed(tensor: torch.Tensor, how: str, generator: torch.Generator) -> torch.Tensor:
+    """A matrix with its rows shuffled, or random numbers of its own spread; others as they are."""
+    if tensor.ndim < 2:
+        return tensor
+    if how == "shuffled":
+        return tensor[torch.randperm(len(tensor), generator=generator)].contiguous()
+    return torch.randn(tensor.shape, generator=generator) * tensor.float().std()
