@@ -126,8 +126,7 @@ def drafted(outputs: StepOutputs, row: int) -> list[int]:
     return outputs.drafted[row, : outputs.verified[row]].tolist()
 
 
-@pytest.mark.parametrize("kind", EAGLES)
-@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize(("kind", "pieces"), [*((kind, 1) for kind in EAGLES), ("eagle", 3), ("eagle3", 3)])
 def test_eagle_chain(kind: str, pieces: int, model: torch.nn.Module, target: Path, tmp_path: Path) -> None:
     """Ragged texts, read at once or in pieces of different lengths: the same drafts as one by one."""
     head = EAGLES[kind](model, tmp_path / "head")
