@@ -93,7 +93,7 @@ class BundleError(TrtspecError):
     """A built bundle is incomplete, was edited, or is of another version."""
 
     rule = "bundle.invalid"
-    remedy_text = "Build the bundle again: trtspec build SPEC."
+    remedy_text = "Remove the folder and build again: trtspec build SPEC."
 
 
 class EngineError(TrtspecError):
