@@ -90,10 +90,13 @@ class ResBlock(nn.Module):
 class Medusa(Drafter):
     """Heads on the target's last hidden state, head h for token t + 2 + h; lm_head shared."""
 
-    def __init__(self, target: Target, vocabulary: torch.Tensor, heads: int) -> None:
+    def __init__(self, target: Target, vocabulary: torch.Tensor, heads: int, layers: int) -> None:
         super().__init__(target, vocabulary)
         size = target.embedding.shape[1]
-        self.heads = nn.ModuleList(nn.Sequential(ResBlock(size)) for _ in range(heads))
+        self.layers = layers
+        self.heads = nn.ModuleList(
+            nn.Sequential(*(ResBlock(size) for _ in range(layers))) for _ in range(heads)
+        )
 
     def features(self, batch: Batch, steps: int, guess: Guess | None = None) -> list[torch.Tensor]:
         """See `Drafter.features`; Medusa reads no tokens."""

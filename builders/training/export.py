@@ -1,6 +1,6 @@
 """Trained drafters as folders in the published formats, in full or stored small.
 
-- Medusa: `medusa_lm_head.safetensors` with `{h}.0.linear.*`, version "2" (lm_head shared).
+- Medusa: `medusa_lm_head.safetensors` with `{h}.{l}.linear.*`, version "2" (lm_head shared).
 - EAGLE-1: `fc.*`, `layers.0.*` without input norm, `embed_tokens.weight`.
 - EAGLE-3: `fc.weight`, `midlayer.*`, `norm.weight`, `lm_head.weight`, `d2t`, `t2d`.
 - draft model: a Llama checkpoint with the target's tokenizer.
@@ -105,7 +105,7 @@ def head_config(drafter: Drafter, target: Checkpoint, store: Store) -> dict[str,
         return {
             "model_type": "medusa",
             "medusa_num_heads": len(drafter.heads),
-            "medusa_num_layers": 1,
+            "medusa_num_layers": drafter.layers,
             "base_model_name_or_path": target.path.name,
             "version": "2",
             "hidden_size": target.config.hidden_size,

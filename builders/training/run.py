@@ -73,7 +73,7 @@ class Sizes:
     """Sizes of a drafter; those that a method does not have are ignored."""
 
     heads: int = 4
-    layers: int = 2
+    layers: int = 1
     draft_vocab: int = 8192
     intermediate: int | None = None
 
@@ -310,7 +310,7 @@ class TrainingRun:
         torch.manual_seed(self.plan.seed)
         drafter: Drafter
         if self.method == "medusa":
-            drafter = Medusa(frozen, vocabulary, self.sizes.heads)
+            drafter = Medusa(frozen, vocabulary, self.sizes.heads, self.sizes.layers)
         elif self.method == "eagle":
             drafter = Eagle(frozen, vocabulary, shape)
         elif self.method == "eagle3":

@@ -50,7 +50,7 @@ class TrainUsageError(UsageError):
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @click.option("--heads", type=click.IntRange(1, 16), default=4, show_default=True, help="Medusa's heads.")
 @click.option(
-    "--layers", type=click.IntRange(1), default=2, show_default=True, help="Layers of a draft model."
+    "--layers", type=click.IntRange(1), help="Of a draft model (2 by default) or a Medusa head (1)."
 )
 @click.option(
     "--draft-vocab",
@@ -89,7 +89,7 @@ def train_head(
     minutes: float | None,
     seed: int,
     heads: int,
-    layers: int,
+    layers: int | None,
     draft_vocab: int,
     intermediate: int | None,
     learning_rate: float,
@@ -142,7 +142,7 @@ def train_head(
             gamma=gamma,
             precision=precision,
         ),
-        sizes=Sizes(heads, layers, draft_vocab, intermediate),
+        sizes=Sizes(heads, layers or (2 if method == "draft_model" else 1), draft_vocab, intermediate),
         text=text,
         generate=generate,
         store=store,

@@ -124,7 +124,11 @@ def medusa_drafts(tensors: Tensors, lm_head: torch.Tensor, hidden: torch.Tensor)
     """Medusa v2: one draft a head from the last hidden state [H]."""
     found = []
     while f"{len(found)}.0.linear.weight" in tensors:
-        h = len(found)
-        z = tensors[f"{h}.0.linear.weight"].float() @ hidden + tensors[f"{h}.0.linear.bias"].float()
-        found.append(int((lm_head @ (hidden + z * z.sigmoid())).argmax()))
+        x, layer = hidden, f"{len(found)}.0.linear"
+        while f"{layer}.weight" in tensors:
+            z = tensors[f"{layer}.weight"].float() @ x + tensors[f"{layer}.bias"].float()
+            x = x + z * z.sigmoid()
+            h, depth, _ = layer.split(".")
+            layer = f"{h}.{int(depth) + 1}.linear"
+        found.append(int((lm_head @ x).argmax()))
     return found

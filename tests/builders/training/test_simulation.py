@@ -33,7 +33,7 @@ def drafter_of(method: str) -> Drafter:
     vocabulary = torch.tensor([0, 2, 3, 5, 7, 8, 11, 12, 13, 17, 19, 20, 23, 28, 30])
     drafter: Drafter
     if method == "medusa":
-        drafter = Medusa(target, vocabulary, 4)
+        drafter = Medusa(target, vocabulary, 4, 2)
     else:
         drafter = (Eagle if method == "eagle" else Eagle3)(target, vocabulary, SHAPE)
     with torch.no_grad():

@@ -27,7 +27,7 @@ from builders.training.text import TrainingTextError
 
 METHODS = ("medusa", "eagle", "eagle3", "draft_model")
 PLAN = TrainPlan(seed=4, steps=10, batch_tokens=256, learning_rate=1e-2, precision="fp32")
-SIZES = Sizes(draft_vocab=20, intermediate=24)
+SIZES = Sizes(layers=2, draft_vocab=20, intermediate=24)
 EXCLUDED = ("what is 7?",)
 
 
@@ -186,7 +186,7 @@ def test_published_keys(target: Path, text: Path, tmp_path: Path) -> None:
         run = make(method, target, text, tmp_path)
         run.run(silent, silent)
         configs[method] = json.loads((run.out / "config.json").read_text())
-    assert configs["medusa"]["medusa_num_heads"] == 4
+    assert (configs["medusa"]["medusa_num_heads"], configs["medusa"]["medusa_num_layers"]) == (4, 2)
     assert configs["medusa"]["version"] == "2"
     assert configs["eagle"]["bias"] is True
     assert configs["eagle3"]["draft_vocab_size"] == 20
