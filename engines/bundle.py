@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from engines.drafting.lookahead import lookahead_size
+from engines.drafting.lookahead import LookaheadSizeError, lookahead_depth, lookahead_size
 from engines.errors import BundleError
 from engines.files import FileError, atomic_write, read_json, read_text, resolve_inside, sha256_file
-from engines.trees import TreeError, from_choices
+from engines.trees import MAX_DEPTH, TreeError, from_choices
 from engines.uniforms import DRAWS
 
 __all__ = [
@@ -221,6 +221,18 @@ class EngineFacts(_Record):
                 raise ValueError(f"one without the other: {what}")
         if self.lossless and (self.typical is not None or self.precision == "int8"):
             raise ValueError("typical acceptance and int8 are not lossless")
+        if self.lookahead is not None:
+            size = self.lookahead
+            try:
+                lookahead_size(size.window, size.ngram, size.guesses)
+            except LookaheadSizeError as error:
+                raise ValueError(str(error)) from error
+            if self.gamma != lookahead_depth(size.window, size.ngram):
+                raise ValueError(f"gamma {self.gamma} is not the depth of this lookahead's trees")
+        if (self.tree is not None or self.typical is not None) and self.gamma > MAX_DEPTH:
+            raise ValueError(f"gamma {self.gamma}: trees have {MAX_DEPTH} levels at most")
+        if self.confidence_threshold and not self.has_confidence:
+            raise ValueError("a confidence_threshold, and drafts that have no confidence")
         if self.tree is not None and self.method not in ("medusa", "eagle", "eagle3"):
             raise ValueError(f"method {self.method} drafts no tree")
         if isinstance(self.tree, StaticTree):
@@ -240,6 +252,11 @@ class EngineFacts(_Record):
     def drafts_in_graph(self) -> bool:
         """Does the step draft, not the host?"""
         return self.method not in ("none", "ngram", "lookahead")
+
+    @property
+    def has_confidence(self) -> bool:
+        """Can a threshold stop drafting? In an EAGLE tree of fixed shape it cannot."""
+        return self.drafts_in_graph and (self.method == "medusa" or not isinstance(self.tree, StaticTree))
 
     @property
     def draft_tokens(self) -> int:

@@ -316,7 +316,7 @@ class Decoder:
         for sequence, limit in zip(ready, limits, strict=True):
             proposal = TreeProposal([], [])
             if sequence.lookahead is not None and limit > 0:
-                proposal = sequence.lookahead.propose(self._facts.draft_tokens)
+                proposal = sequence.lookahead.propose(self._facts.draft_tokens, limit)
             elif sequence.ngrams is not None and limit > 0:
                 found = sequence.ngrams.propose(limit)
                 sequence.match = found.match
@@ -342,7 +342,9 @@ class Decoder:
             elif facts.feature_width:
                 count = 0 if sequence.features is None else len(sequence.features)
                 rows.append(
-                    known[sequence.draft_length + 1 :][:count] if facts.draft_cache else known[-count:]
+                    known[sequence.draft_length + 1 :][:count]
+                    if facts.draft_cache
+                    else known[len(known) - count :]
                 )
             else:
                 rows.append(known[sequence.draft_length :])
@@ -498,11 +500,12 @@ class Decoder:
             raise RequestError(
                 f"confidence_threshold {threshold}", place="confidence_threshold", allowed="0 … 1"
             )
-        if threshold and not facts.drafts_in_graph:
+        if threshold and not facts.has_confidence:
             raise RequestError(
                 f"confidence_threshold {threshold}",
                 place="confidence_threshold",
-                allowed=f"none: drafts of method {facts.method} have no confidence",
+                allowed=f"none: drafts of method {facts.method}"
+                f"{' in a tree of fixed shape' if facts.drafts_in_graph else ''} have no confidence",
             )
         if request.max_new_tokens is not None and request.max_new_tokens < 0:
             raise RequestError(

@@ -27,8 +27,6 @@ __all__ = [
     "TreeError",
     "chain",
     "from_choices",
-    "packed_mask",
-    "to_choices",
 ]
 
 Choice = tuple[int, ...]
@@ -123,21 +121,6 @@ class Tree:
             seen[node] |= seen[parent]
         return seen
 
-    @cached_property
-    def leaves(self) -> tuple[int, ...]:
-        """Nodes without children, in order."""
-        parents = set(self.parents)
-        return tuple(n for n in range(1, self.size + 1) if n not in parents)
-
-    @cached_property
-    def paths(self) -> npt.NDArray[np.int64]:
-        """i64 [leaves, depth + 1]: the nodes from the root to each leaf, left to right, then -1."""
-        rows = []
-        for leaf in sorted(self.leaves, key=self.choice):
-            path = [node for node in range(self.size + 1) if self.ancestors[leaf, node]]
-            rows.append(path + [-1] * (self.depth + 1 - len(path)))
-        return np.array(rows, np.int64).reshape(-1, self.depth + 1)
-
     @property
     def is_chain(self) -> bool:
         """Does each node but the last have one child?"""
@@ -223,26 +206,9 @@ def _check(choice: Sequence[int], max_depth: int) -> None:
             raise TooWideError(found, place="tree", allowed=f"ranks below {MAX_RANK}")
 
 
-def to_choices(tree: Tree) -> list[list[int]]:
-    """The paths of all nodes, in their order; `from_choices` gives the tree back."""
-    return [list(tree.choice(node)) for node in range(1, tree.size + 1)]
-
-
 def chain(gamma: int) -> Tree:
     """γ draft tokens in a row."""
     return Tree(tuple(range(gamma)), (0,) * gamma)
-
-
-def packed_mask(tree: Tree) -> npt.NDArray[np.int32]:
-    """int32 [N + 1, ⌈(N + 1) / 32⌉]: bit c % 32 of word c // 32 is set where the row sees column c.
-
-    TensorRT-LLM's encoding (cpp/tensorrt_llm/runtime/utils/speculativeChoicesUtils.cpp).
-    """
-    rows = tree.size + 1
-    words = -(-rows // 32)
-    bits = np.zeros((rows, words * 32), np.uint8)
-    bits[:, :rows] = tree.ancestors
-    return np.packbits(bits, axis=1, bitorder="little").view("<i4").astype(np.int32)
 
 
 def _tree(text: str) -> tuple[Choice, ...]:

@@ -456,12 +456,29 @@ class Build:
                 allowed=f"at most {heads}: there are {heads} Medusa heads",
                 remedy="Choose a shallower tree or a smaller gamma.",
             )
+        tree, tokens = spec.drafter.tree, self._draft_vocabulary()
+        width = tree.top_k if isinstance(tree, DynamicTreeSpec) else 0
+        if isinstance(tree, tuple):
+            width = max(spec.drafter.static_tree.level_widths)
+        if width > tokens:
+            raise LimitError(
+                f"{width} candidates of one node",
+                place=f"{spec.name}: drafter.tree",
+                allowed=f"at most {tokens}, the drafter's vocabulary",
+                remedy="Choose a narrower tree.",
+            )
         have = _memory()
         need = self.estimate().ram
         if have and need > have:
             raise NotEnoughMemoryError(
                 f"{megabytes(have)} of memory", place=spec.name, allowed=megabytes(need)
             )
+
+    def _draft_vocabulary(self) -> int:
+        """Tokens that the drafter chooses from."""
+        if isinstance(self.drafter, EagleHead) and self.drafter.draft_to_target is not None:
+            return len(self.drafter.draft_to_target)
+        return self.target.config.vocab_size
 
     def _package(
         self, emit: Stage, emitted: Result, compiled: Mapping[str, Any], pairing: Mapping[str, Any] | None

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from engines.bundle import Method
+from engines.drafting.lookahead import LookaheadSizeError, lookahead_depth, lookahead_size
 from engines.errors import UsageError
 from engines.files import read_text
 from engines.trees import NAMED_TREES, Tree, TreeError, from_choices
@@ -29,7 +30,7 @@ __all__ = ["DeploymentSpec", "DrafterSpec", "SpecError", "load_spec"]
 MAX_SPEC = 64 << 10
 MAX_GAMMA = 16
 MAX_NODES = 256
-MAX_DEPTH = 16
+MAX_NESTING = 16  # of lists and mappings in the file
 OWNERS = {
     "checkpoint": ("draft_model", "medusa", "eagle", "eagle3"),
     "gamma": ("draft_model", "medusa", "eagle", "eagle3", "layer_skip", "ngram"),
@@ -70,6 +71,14 @@ class LookaheadSpec(_Section):
     window: int = Field(default=4, ge=1, le=64, strict=True)
     ngram: int = Field(default=3, ge=2, le=16, strict=True)
     guesses: int = Field(default=4, ge=1, le=64, strict=True)
+
+    @model_validator(mode="after")
+    def _can_be_verified(self) -> LookaheadSpec:
+        try:
+            lookahead_size(self.window, self.ngram, self.guesses)
+        except LookaheadSizeError as error:
+            raise ValueError(f"{error.rule}: {error.found}; {error.allowed}") from error
+        return self
 
 
 class DynamicTreeSpec(_Section):
@@ -166,8 +175,7 @@ class DrafterSpec(_Section):
         if self.method == "none":
             return 0
         if self.method == "lookahead":
-            size = self.lookahead
-            return max(size.ngram - 1, size.window + size.ngram - 3)
+            return lookahead_depth(self.lookahead.window, self.lookahead.ngram)
         return self.static_tree.depth if isinstance(self.tree, tuple) else self.gamma
 
 
@@ -275,8 +283,8 @@ def _refuse_bombs(text: str, path: Path) -> None:
             raise SpecError("an alias (*name)", place=place, allowed="values written out")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise SpecError("lists in lists in lists …", place=place, allowed=f"{MAX_DEPTH} levels")
+        if depth > MAX_NESTING:
+            raise SpecError("lists in lists in lists …", place=place, allowed=f"{MAX_NESTING} levels")
 
 
 def _plain(node: yaml.Node | None, key: str, lines: dict[str, int], path: Path) -> Any:

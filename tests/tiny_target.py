@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-TEMPLATE = "<s>{{ messages[0]['content'] }}</s>A:"
+TEMPLATE = "<s>{% for turn in messages %}{{ turn['content'] }}</s>{% endfor %}A:"
 CHARACTERS = " 0123456789:?.," + "abcdefghijklmnopqrstuvwxyz" + "APROMTSNDEH-"
 STOP = 2
 VOCAB = 64

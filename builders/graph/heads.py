@@ -72,8 +72,7 @@ class EagleDrafter:
         feature = g.op("Reshape", states, g.const([-1, width]), name="rows")
         if head.method == "eagle":
             both = g.op("Concat", embedded, feature, axis=1)
-            x = self._weights.linear(g, both, ("fc",))
-            source = layer.norm(g, x, "model.layers.0.input_layernorm") if head.layer_input_norm else x
+            x = source = self._weights.linear(g, both, ("fc",))
         else:
             fused = self._fuse(g, feature) if first else feature
             normed = layer.norm(g, fused, "model.layers.0.hidden_norm")
@@ -178,7 +177,7 @@ def _logits(
 ) -> list[str]:
     """Each head's logits [B, vocabulary]; heads that share the target's lm_head share one product."""
     if heads.own_lm_head:
-        return [weights.linear(g, x, (f"heads.{h}.lm_head",)) for h, x in enumerate(states)]
+        return [weights.logits(g, x, f"heads.{h}.lm_head.weight") for h, x in enumerate(states)]
     together = target.weights.lm_head(g, g.op("Concat", *states, axis=0))
     if len(states) == 1:
         return [together]

@@ -69,13 +69,17 @@ class Weights:
     def lm_head(self, g: GraphBuilder, x: str) -> str:
         """Logits [rows, vocab_size] of hidden states [rows, hidden]; padded rows are left out."""
         name = next(n for n in LM_HEADS if n in self._tensors)
+        # An initializer of its own even where it is tied: onnxruntime then drops the bytes that it has
+        # packed for this product, and the embedding's pages stay untouched but for the rows looked up.
+        return self.logits(g, x, name, "lm_head.weight")
+
+    def logits(self, g: GraphBuilder, x: str, name: str, initializer: str = "") -> str:
+        """Logits [rows, vocab_size] by the table `name` [vocab_size or more, hidden]."""
         tensor = self._rows(self._tensors[name])
         if tensor.dtype == "U8":
             scale = self._rows(self._tensors[f"{name}_scale"])
             return self._matmul_int8(g, x, name, tensor, scale, "lm_head")
-        # An initializer of its own even where it is tied: onnxruntime then drops the bytes that it has
-        # packed for this product, and the embedding's pages stay untouched but for the rows looked up.
-        return g.op("Gemm", x, self._external("lm_head.weight", tensor), transB=1, name="lm_head")
+        return g.op("Gemm", x, self._external(initializer or name, tensor), transB=1, name="lm_head")
 
     def lm_head_rows(self, g: GraphBuilder, x: str, ids: str) -> str:
         """Logits [rows, len(ids)] of the tokens `ids` (a constant) alone. Not for int8 weights."""

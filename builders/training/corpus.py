@@ -9,7 +9,7 @@ given or drawn, is one row of one forward pass.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,19 +55,22 @@ class SlotCache:
 
     is_compileable = False
 
-    def __init__(self, config: Any, batch: int, capacity: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: Any, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         heads = config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (config.num_hidden_layers, batch, heads, capacity, dim)
-        self.keys = torch.zeros(shape, dtype=dtype)
-        self.values = torch.zeros(shape, dtype=dtype)
-        self.rows = torch.arange(batch)
-        self.positions = torch.zeros(batch, dtype=torch.int64)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.rows = torch.arange(batch, device=device)
+        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
 
     def place(self, positions: torch.Tensor) -> torch.Tensor:
         """Set where the next token of each row goes; returns the mask [B, 1, 1, capacity]."""
         self.positions = positions
-        return (torch.arange(self.keys.shape[3])[None] <= positions[:, None])[:, None, None]
+        columns = torch.arange(self.keys.shape[3], device=positions.device)
+        return (columns[None] <= positions[:, None])[:, None, None]
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any
@@ -140,7 +143,7 @@ def write_conversations(
     plan: GenerationPlan,
     *,
     excluded: Collection[str] = (),
-    prompts: Sequence[str] | None = None,
+    given: Mapping[int, Conversation] | None = None,
     progress: Callable[[int, int, int], None] | None = None,
 ) -> None:
     """Make `attempts`, each a function of the plan and its number alone; append conversations and states.
@@ -155,7 +158,7 @@ def write_conversations(
         attempts: numbers of attempts that `out` lacks.
         plan: how to generate.
         excluded: user turns that must not occur (see `normal`).
-        prompts: user turns to answer, prompt i at attempt i, instead of sampled ones.
+        given: by attempt, what to go on from (its `opening`) instead of a sampled user turn.
         progress: called with (conversations, attempts left, answer tokens).
 
     Raises:
@@ -169,7 +172,7 @@ def write_conversations(
         states_of(out).open("ab") as states_out,
         _slot_attention(model),
     ):
-        for left, conversation, states in _run(model, template, plan, attempts, refused, prompts):
+        for left, conversation, states in _run(model, template, plan, attempts, refused, given):
             with disk_errors(out):
                 states_out.write(as_bytes(states))
                 states_out.flush()
@@ -188,13 +191,12 @@ def _run(
     plan: GenerationPlan,
     attempts: Sequence[int],
     refused: frozenset[str],
-    prompts: Sequence[str] | None,
+    given: Mapping[int, Conversation] | None,
 ) -> Iterator[tuple[int, Conversation, torch.Tensor]]:
     """Conversations as they end: attempts that have not begun, the conversation, its states [n, 4H]."""
-    given = {i: template.around(prompts[i]) for i in attempts} if prompts is not None else {}
-    longest = max((len(ids) for ids in given.values()), default=0)
+    longest = max((len(given[i].opening) for i in attempts), default=0) if given is not None else 0
     capacity = max(longest, len(template.opening) + plan.max_prompt + len(template.middle)) + plan.max_answer
-    cache = SlotCache(model.config, plan.batch, capacity, model.dtype)
+    cache = SlotCache(model.config, plan.batch, capacity, model.dtype, model.device)
     parameters = inspect.signature(model.model.forward).parameters
     cache_name = "cache" if "cache" in parameters else "past_key_values"
     waiting = iter(attempts)
@@ -208,14 +210,16 @@ def _run(
         left -= 1
         rng = np.random.Generator(np.random.Philox(key=[plan.seed, index]))
         temperature = plan.warm_temperature if rng.random() < plan.warm_share else 0.0
-        if prompts is None:
+        if given is None:
             return _Slot(index, list(template.opening), len(template.opening), rng, temperature)
-        ids = given[index]
-        return _Slot(index, ids, None, rng, temperature, start=len(ids), prompt=prompts[index])
+        ids = list(given[index].opening)
+        return _Slot(index, ids, None, rng, temperature, start=len(ids), prompt=given[index].prompt)
 
-    states = torch.zeros(plan.batch, capacity, 4 * model.config.hidden_size, dtype=torch.bfloat16)
+    shape = plan.batch, capacity, 4 * model.config.hidden_size
+    states = torch.zeros(shape, dtype=torch.bfloat16, device=model.device)
 
     def step(ids: torch.Tensor, fed: torch.Tensor) -> torch.Tensor:
+        fed = fed.to(model.device)
         mask = cache.place(fed)
         arguments = {"position_ids": fed[:, None], "attention_mask": mask, cache_name: cache}
         hidden, taps = tapped_states(model, ids, **arguments)
@@ -223,7 +227,7 @@ def _run(
         return hidden
 
     # The opening is the same for all: read once, copied into each slot.
-    shared = len(template.opening) - 1 if prompts is None else 0
+    shared = len(template.opening) - 1 if given is None else 0
     with torch.inference_mode():
         for position in range(shared):
             step(
@@ -247,7 +251,7 @@ def _run(
         with torch.inference_mode():
             hidden = step(ids, fed)
             top = model.lm_head(hidden[due, -1]).float().topk(min(_NUCLEUS, model.config.vocab_size))
-            logits, tokens = top.values.numpy(), top.indices.numpy()
+            logits, tokens = top.values.cpu().numpy(), top.indices.cpu().numpy()
         for busy in filter(None, slots):
             busy.fed += 1
         for row, i in enumerate(due):

@@ -18,13 +18,18 @@ _MARK = "PROMPT-STANDS-HERE"  # while the template is rendered
 @dataclass(frozen=True)
 class Conversation:
     """A prompt and its answer. `ids` holds all tokens, the template's included; the answer is
-    `ids[start:]`. `temperature` is what the answer was generated with."""
+    `ids[start:]`. `temperature` is what the target generated it with; None: another wrote it."""
 
     index: int
     prompt: str
     ids: tuple[int, ...]
     start: int
-    temperature: float
+    temperature: float | None
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """What the target is given to go on from: the prompt's turn, or half of a document."""
+        return self.ids[: self.start if self.start > 1 else max(1, len(self.ids) // 2)]
 
     def to_json(self) -> str:
         """One line of JSONL."""
@@ -75,11 +80,20 @@ class Template:
 
     @cached_property
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        rendered = self._codec.tokenizer.decode(self._chat(_MARK), skip_special_tokens=False)
-        parts = rendered.split(_MARK)
+        return self._split({"role": "user", "content": _MARK})
+
+    def _split(self, *messages: dict[str, str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Token ids before and behind the mark in a rendered conversation."""
+        ids = self._codec.encode_chat(messages)
+        parts = self._codec.tokenizer.decode(ids, skip_special_tokens=False).split(_MARK)
         if len(parts) != 2:
-            raise ChatTemplateError(f"it shows the user's turn {len(parts) - 1} times", place="chat template")
+            raise ChatTemplateError(f"it shows a turn {len(parts) - 1} times", place="chat template")
         return tuple(self._codec.encode(parts[0])), tuple(self._codec.encode(parts[1]))
+
+    def unanswered(self, index: int, prompt: str) -> Conversation:
+        """A conversation with this user turn and no answer yet."""
+        ids = self.around(prompt)
+        return Conversation(index, prompt, tuple(ids), len(ids), None)
 
     @property
     def opening(self) -> tuple[int, ...]:
@@ -91,12 +105,15 @@ class Template:
         """Token ids between the user's turn and the answer."""
         return self._around[1]
 
-    def _chat(self, prompt: str) -> list[int]:
-        return self._codec.encode_chat([{"role": "user", "content": prompt}])
+    @cached_property
+    def closing(self) -> tuple[int, ...]:
+        """The token that the template puts behind an answer, if there is one that ends a turn."""
+        behind = self._split({"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK})[1]
+        return tuple(t for t in behind if t in self.stops)[:1] or tuple(sorted(self.stops)[:1])
 
     def around(self, prompt: str) -> list[int]:
         """Token ids of the template with this user turn, the answer's turn opened."""
-        return self._chat(prompt)
+        return self._codec.encode_chat([{"role": "user", "content": prompt}])
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text."""

@@ -41,7 +41,6 @@ class Drafter(nn.Module):
     """
 
     needs_taps = False
-    unrolls = False  # True: more steps cost more, and the first must be learnt before the next
     feature_loss = 0.0
 
     def __init__(self, target: Target, vocabulary: torch.Tensor) -> None:
@@ -54,6 +53,10 @@ class Drafter(nn.Module):
     def draft_ids(self) -> torch.Tensor | None:
         """Token ids that the drafter can say."""
         return None
+
+    def depth(self, most: int, share: float) -> int:
+        """Steps of a chain to train, of `most`, when `share` of the run is done."""
+        return most
 
     def features(self, batch: Batch, steps: int, guess: Guess | None = None) -> list[torch.Tensor]:
         """What the lm_head reads at steps 0..steps-1, each [B, T, H].
@@ -106,7 +109,11 @@ class Medusa(Drafter):
 class _Recurrent(Drafter):
     """A drafter that reads (token t + 1 + k, its own state of step k - 1)."""
 
-    unrolls = True
+    def depth(self, most: int, share: float) -> int:
+        """The first step must be good before the next can learn from it, and each one costs."""
+        if share < 0.2:
+            return 1
+        return min(2, most) if share < 0.5 else most
 
     def _first(self, batch: Batch) -> torch.Tensor:
         """The state that step 0 reads, [B, T, H]."""
@@ -244,8 +251,12 @@ class DraftModel(Drafter):
                 if source is not None and source.shape == parameter.shape:
                     parameter.copy_(source)
 
+    def depth(self, most: int, share: float) -> int:
+        """Step k is step 0 of a later row: one step trains them all."""
+        return 1
+
     def features(self, batch: Batch, steps: int, guess: Guess | None = None) -> list[torch.Tensor]:
-        """See `Drafter.features`. Step k is step 0 of a later row: the same tokens are read."""
+        """See `Drafter.features`; at every step the same tokens are read."""
         x = self._embed(batch.ids)
         for layer in self.model.layers:
             assert isinstance(layer, _DecoderLayer)

@@ -52,14 +52,13 @@ class FeatureStore:
     """Conversations and their states, from pairs of files that generation or collection wrote.
 
     Args:
-        files: JSONL files of conversations, each with its states beside it.
+        files: JSONL files of conversations, each with its states beside it; those that exist are read.
         hidden_size: H.
-        attempts: leave out conversations with this index or a higher one.
     """
 
-    def __init__(self, files: Sequence[Path], hidden_size: int, attempts: int | None = None) -> None:
+    def __init__(self, files: Sequence[Path], hidden_size: int) -> None:
         found: list[tuple[Conversation, Path, int]] = []
-        for file in files:
+        for file in filter(Path.exists, files):
             offset = 0
             for conversation in read_conversations(file):
                 found.append((conversation, states_of(file), offset))
@@ -69,8 +68,6 @@ class FeatureStore:
         self.conversations: list[Conversation] = []
         self._places: list[tuple[Path, int]] = []
         for conversation, path, offset in found:
-            if attempts is not None and conversation.index >= attempts:
-                break
             prompt = normal(conversation.prompt)
             if conversation.ids and prompt not in seen:
                 seen.add(prompt)

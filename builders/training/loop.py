@@ -108,7 +108,7 @@ def train(
                     group["lr"] = plan.learning_rate * _schedule(done, plan.warm_up)
             batch = store.batch(groups[position], taps=drafter.needs_taps, device=device)
             with _precision(plan, device):
-                value = loss(drafter, batch, _depth(drafter, plan, done))
+                value = loss(drafter, batch, drafter.depth(plan.depth, done))
             drafter.zero_grad(set_to_none=True)
             value.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(list(parameters.values()), plan.clip)
@@ -154,13 +154,6 @@ def _schedule(share: float, warm_up: float) -> float:
     if share < warm_up:
         return (share + 1e-3) / (warm_up + 1e-3)
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min((share - warm_up) / (1 - warm_up), 1)))
-
-
-def _depth(drafter: Drafter, plan: TrainPlan, share: float) -> int:
-    """Steps of a chain to train now: the first must be good before the next can learn from it."""
-    if not drafter.unrolls or share > 0.5:
-        return plan.depth
-    return 1 if share < 0.2 else min(2, plan.depth)
 
 
 def _optimizers(parameters: Mapping[str, torch.nn.Parameter], plan: TrainPlan) -> list[torch.optim.Optimizer]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from builders.checkpoints.heads.source import real_tokens
 from builders.checkpoints.reader import read_checkpoint
 from builders.checkpoints.types import Checkpoint
 from builders.training.corpus import GenerationPlan, write_conversations
@@ -241,8 +242,12 @@ class TrainingRun:
 
             return progress
 
-        def write(file: Path, attempts: Sequence[int], prompts: Sequence[str] | None, what: str) -> None:
-            plan = generation if prompts is None else replace(generation, warm_share=0.0)
+        def write(
+            file: Path, numbers: Iterable[int], given: Mapping[int, Conversation] | None, what: str
+        ) -> None:
+            known = {c.index for c in mend(file, 8 * size)}
+            attempts = [i for i in numbers if i not in known]
+            plan = generation if given is None else replace(generation, warm_share=0.0)
             if attempts:
                 write_conversations(
                     model,
@@ -251,39 +256,34 @@ class TrainingRun:
                     attempts,
                     replace(plan, batch=min(plan.batch, len(attempts))),
                     excluded=refused,
-                    prompts=prompts,
+                    given=given,
                     progress=spoken(what),
                 )
 
-        files = sorted(folder.glob("conversations*.jsonl"))
         if self.generate is not None:
-            file = folder / "conversations.jsonl"
-            known = {c.index for f in files for c in _mended(f, size)}
-            write(file, [i for i in range(self.generate) if i not in known], None, "writing")
-            files = sorted({*files, file})
+            files = [folder / "conversations.jsonl"]
+            write(files[0], range(self.generate), None, "writing")
         else:
             assert self.text is not None
-            complete, prompts = read_user_text(self.text, template)
+            complete, asked = read_user_text(self.text, template)
+            first = len(complete)  # numbers go on after those of the conversations that were given
             complete = [c for c in complete if normal(c.prompt) not in refused]
-            prompts = [p for p in prompts if normal(p) not in refused]
-            files = [folder / "given.jsonl"]
+            asked = [c for c in asked if normal(c.prompt) not in refused]
+            # What is held out is answered by the target: acceptance is of its words, not of the text's.
+            asked += [c for c in complete if held_out(c)]
+            files = [folder / "given.jsonl", folder / "answered.jsonl"]
             collect_states(
-                model, complete, files[0], lambda done, total: say(f"reading: {done} of {total} tokens")
+                model,
+                [c for c in complete if not held_out(c)],
+                files[0],
+                lambda done, total: say(f"reading: {done} of {total} tokens"),
             )
-            if prompts:
-                files.append(folder / "answered.jsonl")
-                known = {c.index for c in _mended(files[1], size)}
-                # Numbers go on after those of the conversations that were given.
-                padded = [""] * len(complete) + prompts
-                wanted_numbers = [i for i in range(len(complete), len(padded)) if i not in known]
-                write(files[1], wanted_numbers, padded, "answering")
+            answered = dict(enumerate(asked, first))
+            write(files[1], answered, answered, "answering")
         benchmark = folder / "benchmark.jsonl"
-        if self.excluded:
-            known = {c.index for c in _mended(benchmark, size)}
-            missing = [i for i in range(len(self.excluded)) if i not in known]
-            write(benchmark, missing, self.excluded, "answering the benchmark's prompts")
-        present = [benchmark] if benchmark.exists() else []
-        return FeatureStore(files, size), FeatureStore(present, size)
+        excluded = {i: template.unanswered(i, prompt) for i, prompt in enumerate(self.excluded)}
+        write(benchmark, excluded, excluded, "answering the benchmark's prompts")
+        return FeatureStore(files, size), FeatureStore([benchmark], size)
 
     def _drafter(
         self,
@@ -306,7 +306,7 @@ class TrainingRun:
         embedding = model.get_input_embeddings().weight.detach()
         lm_head = model.get_output_embeddings().weight.detach()
         frozen = Target(embedding, lm_head, model.model.norm.weight.detach().float())
-        vocabulary = frequent(store, training, config.vocab_size, self.sizes.draft_vocab).to(device)
+        vocabulary = frequent(store, training, real_tokens(target), self.sizes.draft_vocab).to(device)
         torch.manual_seed(self.plan.seed)
         drafter: Drafter
         if self.method == "medusa":
@@ -321,17 +321,13 @@ class TrainingRun:
         return drafter.to(device)
 
 
-def frequent(store: FeatureStore, training: Sequence[int], vocab_size: int, size: int) -> torch.Tensor:
-    """The `size` most frequent token ids of the training answers, ascending; ties go to lower ids."""
-    counts = np.zeros(vocab_size, np.int64)
+def frequent(store: FeatureStore, training: Sequence[int], tokens: int, size: int) -> torch.Tensor:
+    """The `size` most frequent ids below `tokens` in the training answers, ascending; ties: the lower."""
+    counts = np.zeros(tokens, np.int64)
     for i in training:
         conversation = store.conversations[i]
         np.add.at(counts, list(conversation.ids[conversation.start :]), 1)
-    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[: min(size, vocab_size)]))
-
-
-def _mended(file: Path, size: int) -> list[Conversation]:
-    return mend(file, 8 * size)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
 
 
 def _compare(file: Path, wanted: Mapping[str, Any]) -> None:

@@ -25,8 +25,8 @@ class TrainingTextError(UsageError):
     )
 
 
-def read_user_text(file: Path, template: Template) -> tuple[list[Conversation], list[str]]:
-    """(conversations that are complete, prompts that the target has to answer).
+def read_user_text(file: Path, template: Template) -> tuple[list[Conversation], list[Conversation]]:
+    """(conversations that are complete, prompts that the target has to answer), each numbered from 0.
 
     `.jsonl`: a record a line. Any other name: plain text, a document a paragraph.
 
@@ -35,24 +35,26 @@ def read_user_text(file: Path, template: Template) -> tuple[list[Conversation], 
         FileError: cannot be read, or is not UTF-8.
     """
     conversations: list[Conversation] = []
-    prompts: list[str] = []
+    prompts: list[Conversation] = []
     records = _json_lines(file) if file.suffix == ".jsonl" else _paragraphs(file)
     for place, record in records:
         keys = set(record)
         if keys == {"prompt"}:
-            prompts.append(record["prompt"])
+            asked = template.unanswered(len(prompts), record["prompt"])
+            if asked.start < _LONGEST:
+                prompts.append(asked)
             continue
         if keys == {"text"}:
             prompt, start, ids = record["text"], 1, template.encode(record["text"])
         elif keys == {"prompt", "answer"}:
             opened = template.around(record["prompt"])
-            closed = template.encode(record["answer"]) + sorted(template.stops)[:1]
+            closed = template.encode(record["answer"]) + list(template.closing)
             prompt, start, ids = record["prompt"], len(opened), opened + closed
         else:
             raise TrainingTextError(f"the keys {sorted(keys)}", place=place)
         if len(ids) - start < 2 or start + 2 > _LONGEST:
             continue  # nothing to predict
-        conversations.append(Conversation(len(conversations), prompt, tuple(ids[:_LONGEST]), start, 0.0))
+        conversations.append(Conversation(len(conversations), prompt, tuple(ids[:_LONGEST]), start, None))
     if not conversations and not prompts:
         raise TrainingTextError("no text to train on", place=file)
     return conversations, prompts

@@ -29,8 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engines.errors import UsageError
+from engines.trees import MAX_DEPTH
 
-__all__ = ["Lookahead", "LookaheadSizeError", "TreeProposal", "lookahead_size"]
+__all__ = ["Lookahead", "LookaheadSizeError", "TreeProposal", "lookahead_depth", "lookahead_size"]
 
 MAX_SIZE = 1024  # draft tokens a step: far beyond what pays, and a bound on memory
 
@@ -44,11 +45,16 @@ class LookaheadSizeError(UsageError):
     remedy_text = "Choose smaller or larger sizes; window 4, ngram 3, guesses 4 make 15 draft tokens."
 
 
+def lookahead_depth(window: int, ngram: int) -> int:
+    """Levels of the largest tree: N - 1 of the n-grams, W + N - 3 of the window."""
+    return max(ngram - 1, window + ngram - 3)
+
+
 def lookahead_size(window: int, ngram: int, guesses: int) -> int:
     """Draft tokens of the largest tree: (N - 2) + (W - 1 + G)(N - 1), and none for N = 1.
 
     Raises:
-        LookaheadSizeError: a size is below 1, or the tree has more than 1024 draft tokens.
+        LookaheadSizeError: a size is below 1, or the tree has more than 1024 draft tokens or 32 levels.
     """
     for name, value in (("window", window), ("ngram", ngram), ("guesses", guesses)):
         if value < 1:
@@ -59,6 +65,13 @@ def lookahead_size(window: int, ngram: int, guesses: int) -> int:
             f"window {window}, ngram {ngram}, guesses {guesses}: {size} draft tokens",
             place="lookahead",
             allowed=f"{MAX_SIZE} draft tokens at most",
+        )
+    depth = lookahead_depth(window, ngram)
+    if depth > MAX_DEPTH:
+        raise LookaheadSizeError(
+            f"window {window}, ngram {ngram}: {depth} levels of draft tokens",
+            place="lookahead",
+            allowed=f"{MAX_DEPTH} levels at most: W + N - 3",
         )
     return size
 
@@ -131,19 +144,20 @@ class Lookahead:
             self._keep(tuple(text[start : start + self._ngram]))
         self._recent = text[-(self._ngram - 1) :]
 
-    def propose(self, limit: int) -> TreeProposal:
-        """Both branches as one tree of at most `limit` draft tokens.
+    def propose(self, limit: int, levels: int = MAX_DEPTH) -> TreeProposal:
+        """Both branches as one tree of at most `limit` draft tokens on at most `levels` levels.
 
-        `lookahead_size` always suffices. With less room the n-grams come first, and the window is left
-        out (and keeps its state) unless all of it fits.
+        `lookahead_size` and `lookahead_depth` always suffice. With less room the n-grams come first, and
+        the window is left out (and keeps its state) unless all of it fits.
         """
         tree = _PrefixTree()
         for gram in reversed(self._pool.get(self._recent[-1], ())):
             node = 0
-            for token in gram[1 : 1 + max(limit - len(tree.tokens), 0)]:
+            for token in gram[1 : 1 + min(max(limit - len(tree.tokens), 0), levels)]:
                 node = tree.child(node, token)
         self._lowest = None
-        if len(tree.tokens) + sum(len(level) for level in self._levels) <= limit:
+        deep = len(self._levels[0]) + len(self._levels) - 1
+        if deep <= levels and len(tree.tokens) + sum(len(level) for level in self._levels) <= limit:
             self._lowest = self._add_window(tree)
         return TreeProposal(tree.tokens, tree.parents)
 

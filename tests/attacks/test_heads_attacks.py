@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -309,6 +310,18 @@ def test_numbers_without_measure(tmp_path: Path, model: PreTrainedModel, target:
     file.write_text(json.dumps({**content, "rope_theta": float("nan")}))
     with pytest.raises(CheckpointError):
         read_head(folder, target)
+
+
+@pytest.mark.parametrize("name", ["999999999.0.linear.weight", "0.999999999.linear.weight", "99999.99999.weight"])
+def test_a_tensors_name_that_counts_far(
+    name: str, tmp_path: Path, model: PreTrainedModel, target: Checkpoint
+) -> None:
+    """What is expected of a head is listed by name: no more than the file can hold."""
+    folder = edit_head(make_medusa(model, tmp_path), lambda t: t.update({name: torch.zeros(2, 2)}))
+    started = time.perf_counter()
+    with pytest.raises(CheckpointError):
+        read_head(folder, target)
+    assert time.perf_counter() - started < 2
 
 
 def test_values_are_read_in_pieces(

@@ -197,6 +197,28 @@ TAMPERING: dict[str, tuple[Callable[[Path], object], str]] = {
         "file.unreadable",
     ),
     "γ below 0": (lambda b: reseal(b, lambda d: d["engine"].update(gamma=-1)), "bundle.schema"),
+    "lookahead without its γ": (
+        lambda b: reseal(
+            b,
+            lambda d: d["engine"].update(
+                method="lookahead", gamma=3, lookahead={"window": 4, "ngram": 3, "guesses": 4}
+            ),
+        ),
+        "bundle.schema",
+    ),
+    "lookahead too deep": (
+        lambda b: reseal(
+            b,
+            lambda d: d["engine"].update(
+                method="lookahead", gamma=33, lookahead={"window": 33, "ngram": 3, "guesses": 4}
+            ),
+        ),
+        "bundle.schema",
+    ),
+    "a threshold without confidence": (
+        lambda b: reseal(b, lambda d: d["engine"].update(confidence_threshold=0.5)),
+        "bundle.schema",
+    ),
     "unknown method": (lambda b: reseal(b, lambda d: d["engine"].update(method="magic")), "bundle.schema"),
     "empty weights": (lambda b: os.truncate(b / "weights/target/model.safetensors", 0), "bundle.edited"),
     "dangling link": (

@@ -34,7 +34,9 @@ DRAWN = StaticTree(choices=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0),
 # name -> method, options of `zoo.make_session`, head
 MODES: dict[str, tuple[str, dict[str, object], str]] = {
     "ngram": ("ngram", {}, ""),
-    "lookahead": ("lookahead", {"lookahead": LookaheadSize(window=4, ngram=3, guesses=4)}, ""),
+    "lookahead": ("lookahead", {"gamma": 4, "lookahead": LookaheadSize(window=4, ngram=3, guesses=4)}, ""),
+    # The deepest trees that the engine's encoding sees through: W + N - 3 = 32 levels.
+    "lookahead-deep": ("lookahead", {"gamma": 32, "lookahead": LookaheadSize(window=32, ngram=3, guesses=1)}, ""),
     "draft_model": ("draft_model", {}, "noisy"),
     "layer_skip": ("layer_skip", {"exit_layer": 5}, ""),
     "medusa": ("medusa", {"gamma": 4}, "medusa"),
@@ -47,7 +49,7 @@ MODES: dict[str, tuple[str, dict[str, object], str]] = {
 }
 METHODS = list(MODES)
 # Drafts are point masses: a seeded run must equal the seeded plain run token for token.
-POINT_MASSES = ["ngram", "lookahead", "medusa", "medusa-tree", "eagle-tree", "eagle3-dynamic"]
+POINT_MASSES = ["ngram", "lookahead", "lookahead-deep", "medusa", "medusa-tree", "eagle-tree", "eagle3-dynamic"]
 Loaded = tuple[OnnxSession, EngineFacts]
 
 
@@ -254,6 +256,28 @@ def test_cancelled_request_frees_its_slot(engines: dict[str, Loaded]) -> None:
     assert done[ids[9]].tokens == []
     for i in (0, *range(2, 9)):
         assert done[ids[i]].tokens == run(engines["layer_skip"], [asked[i]])[0].tokens
+
+
+@pytest.mark.parametrize("method", ["lookahead", "lookahead-deep"])
+def test_lookahead_drafts_no_more_levels_than_asked(engines: dict[str, Loaded], method: str) -> None:
+    for gamma in (0, 1, 3):
+        (done,) = run(engines[method], [Request([5, 6, 7] * 3, 20, gamma=gamma)])
+        assert len(done.acceptance.drafted_at) <= gamma
+        assert done.acceptance.mean_acceptance_length <= gamma + 1
+
+
+@pytest.mark.parametrize("method", ["ngram", "lookahead", "eagle-tree", "eagle-drawn"])
+def test_a_threshold_is_refused_where_drafts_have_no_confidence(
+    engines: dict[str, Loaded], method: str
+) -> None:
+    with pytest.raises(RequestError, match="have no confidence"):
+        run(engines[method], [Request([5], 4, confidence_threshold=0.5)])
+
+
+@pytest.mark.parametrize("method", ["medusa-tree", "eagle", "eagle3-dynamic"])
+def test_a_threshold_of_one_stops_all_drafts(engines: dict[str, Loaded], method: str) -> None:
+    (done,) = run(engines[method], [Request([5, 6, 7], 12, confidence_threshold=1.0)])
+    assert sum(done.acceptance.drafted_at) == 0
 
 
 @pytest.mark.parametrize(

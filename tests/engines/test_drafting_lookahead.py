@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from engines.drafting.lookahead import Lookahead, LookaheadSizeError, TreeProposal, lookahead_size
+from engines.drafting.lookahead import (
+    Lookahead,
+    LookaheadSizeError,
+    TreeProposal,
+    lookahead_depth,
+    lookahead_size,
+)
 from engines.errors import UsageError
+from engines.trees import MAX_DEPTH
 
 Target = Callable[[Sequence[int]], int]  # the greedy next token behind a text
 
@@ -271,6 +278,25 @@ def test_the_largest_tree_has_the_formulas_size() -> None:
     assert len(drafter.propose(14).tokens) == guesses * (ngram - 1)  # the window is all or nothing
     assert drafter.propose(3).tokens == [16, 17, 14]  # the latest n-gram, and half of the one before
     assert drafter.propose(0).tokens == []
+    assert drafter.propose(99, 1).tokens == [16, 14, 12, 10]  # no room for the window's levels
+
+
+@settings(deadline=None)
+@given(TARGETS, PROMPTS, SIZES, st.integers(0, 9))
+def test_no_tree_is_deeper_than_said(
+    target: Target, prompt: list[int], size: tuple[int, int, int], levels: int
+) -> None:
+    drafter, text = Lookahead(prompt, *size), list(prompt)
+    for most in (MAX_DEPTH, levels) * 6:
+        tree = drafter.propose(lookahead_size(*size), most)
+        assert max((len(path(tree, n + 1)) for n in range(len(tree.tokens))), default=0) <= min(
+            most, lookahead_depth(*size[:2])
+        )
+        choice = choices(target, text, tree)
+        emitted = verified(tree, choice)
+        drafter.observe(choice, emitted)
+        text += emitted
+    assert text[len(prompt) :] == plain(target, prompt, len(text) - len(prompt))
 
 
 # -- sizes ----------------------------------------------------------------------------------------
@@ -284,7 +310,7 @@ def test_size_formula(size: tuple[int, int, int], tokens: int) -> None:
     assert lookahead_size(*size) == tokens
 
 
-@pytest.mark.parametrize("size", [(0, 3, 4), (4, 0, 4), (4, 3, 0), (-1, 3, 4), (10**9, 3, 4), (4, 3, 10**12)])
+@pytest.mark.parametrize("size", [(0, 3, 4), (4, 0, 4), (4, 3, 0), (-1, 3, 4), (10**9, 3, 4), (4, 3, 10**12), (33, 3, 1), (1, 34, 1)])
 def test_sizes_that_cannot_work_are_refused(size: tuple[int, int, int]) -> None:
     with pytest.raises(LookaheadSizeError, match=r"\[lookahead.size\]") as caught:
         Lookahead([1], *size)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import heads_zoo
 import pytest
 import zoo
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -23,7 +24,10 @@ STAGES = ("emit", "compile")
 
 def make_checkpoint(folder: Path, family: str = "llama", seed: int = 0) -> Path:
     """A random model with a byte-level tokenizer of 97 tokens and a chat template."""
-    zoo.save(zoo.make_model(family, seed), folder)
+    return add_tokenizer(zoo.save(zoo.make_model(family, seed), folder))
+
+
+def add_tokenizer(folder: Path) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:97]
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -297,6 +301,7 @@ def test_a_folder_with_other_things_is_left_alone(checkpoint: Path, tmp_path: Pa
         ({"limits": {"max_seq_len": 257}}, 2, "spec.limits"),
         ({"drafter": {"method": "layer_skip", "exit_layer": 3, "gamma": 2}}, 2, "spec.limits"),
         ({"drafter": {"method": "ngram", "gamma": 17}}, 2, "spec.invalid"),
+        ({"drafter": {"method": "lookahead", "lookahead": {"window": 33, "ngram": 3}}}, 2, "spec.invalid"),
         ({"target": {"checkpoint": "nowhere"}}, 1, "checkpoint."),
         ({"quantization": {"scheme": "int8"}}, 1, "quantize.shape"),
     ],
@@ -308,6 +313,19 @@ def test_refusals_leave_no_bundle(
     assert found == code, err
     assert rule in err
     assert not (tmp_path / "build/bundles/tiny").exists()
+
+
+@pytest.mark.parametrize("tree", [[[0], [1], [2], [3]], {"top_k": 4, "nodes": 9}])
+def test_a_tree_wider_than_the_drafters_vocabulary(tree: object, tmp_path: Path) -> None:
+    model = heads_zoo.make_deep_model()
+    target = add_tokenizer(zoo.save(model, tmp_path / "target"))
+    head = heads_zoo.make_eagle3(model, tmp_path / "head", draft_vocab=3)
+    drafter = {"method": "eagle3", "checkpoint": str(head), "tree": tree}
+    if isinstance(tree, dict):
+        drafter["gamma"] = 2
+    code, _, err = run(tmp_path, "build", str(write_spec(tmp_path, target, drafter=drafter)))
+    assert code == 2, err
+    assert "spec.limits" in err and "at most 3" in err and "drafter.tree" in err
 
 
 def test_nan_weights_are_found(tmp_path: Path) -> None:

@@ -56,6 +56,12 @@ def read_medusa(source: Source, target: Checkpoint, fingerprint: str) -> MedusaH
 
     lm_head = next((t for n, t in tensors.items() if n.endswith(".lm_head.weight")), None)
     rows = None if lm_head is None else (lm_head.shape or (0,))[0]
+    if num_heads * num_layers > len(tensors):  # numbers out of names: bounded by what is there
+        raise MissingTensorError(
+            f"{len(tensors)} tensors whose names speak of {num_heads} heads of {num_layers} layers",
+            place=source.path,
+            allowed="two tensors a head and layer",
+        )
     expected: dict[str, tuple[int, ...]] = {}
     for head in range(num_heads):
         for layer in range(num_layers):

@@ -75,7 +75,6 @@ class EagleHead(Head):
     target_hidden_size: int
     taps: tuple[int, ...]  # target layers that ran before each tap; (): the final-normed hidden state
     fc_norm: FcNorm  # in front of fc: over all taps together (`input_norm`), or over each (`fc_norm.{k}`)
-    layer_input_norm: bool  # the layer norms the embedding (eagle3) or its input (never in eagle)
     norm_before_residual: bool  # the residual is the normed feature, not the feature itself
     head_norm: HeadNorm  # the final norm serves nothing, the logits alone, or also what recurs
     draft_to_target: npt.NDArray[np.int64] | None  # [Vd] target ids; None: the full vocabulary

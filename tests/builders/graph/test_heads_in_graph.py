@@ -14,7 +14,6 @@ from builders.checkpoints.heads.reader import read_head
 from builders.checkpoints.reader import read_checkpoint
 from engines.bundle import DynamicTree, EngineFacts, StaticTree
 from engines.sessions.base import Pending, StepOutputs
-from engines.sessions.onnxruntime import OnnxSession
 from engines.trees import from_choices
 
 GAMMA = 4
@@ -198,20 +197,25 @@ def test_eagle_dynamic_tree(
 
 
 @pytest.mark.parametrize("own_lm_head", [True, False], ids=["v1", "v2"])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_medusa(own_lm_head: bool, layers: int, model: torch.nn.Module, target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layers", "vocab_size"), [(1, 97), (2, 97), (1, 60)])
+def test_medusa(
+    own_lm_head: bool, layers: int, vocab_size: int, model: torch.nn.Module, target: Path, tmp_path: Path
+) -> None:
+    """Rows of an lm_head behind the engine's vocabulary are padding, and never drafted."""
     head = heads_zoo.make_medusa(model, tmp_path / "head", heads=4, layers=layers, own_lm_head=own_lm_head)
     reference = heads_zoo.MedusaReference(head, model)
-    texts = contexts(4, (5, 11, 3))
+    texts = [[i % vocab_size for i in text] for text in contexts(4, (5, 11, 3))]
     shape = from_choices(CHOICES, max_depth=9, max_nodes=99)
     for name, options in {
         "chain": {},
         "tree": {"tree": StaticTree(choices=tuple(map(tuple, CHOICES)))},
     }.items():
-        drafter = Drafter(target, head, tmp_path / name, model, gamma=GAMMA, **options)
+        drafter = Drafter(
+            target, head, tmp_path / name, model, gamma=GAMMA, vocab_size=vocab_size, **options
+        )
         outputs = drafter.draft(texts)
         for row, text in enumerate(texts):
-            logits = reference.logits(drafter.features(text)[-1])
+            logits = reference.logits(drafter.features(text)[-1])[:, :vocab_size]
             order = logits.argsort(-1, descending=True)
             if name == "chain":
                 assert drafted(outputs, row) == order[:, 0].tolist()
@@ -220,6 +224,23 @@ def test_medusa(own_lm_head: bool, layers: int, model: torch.nn.Module, target: 
                 int(order[depth - 1, rank]) for depth, rank in zip(shape.depths[1:], shape.ranks, strict=True)
             ]
             assert drafted(outputs, row) == expected
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle, biases, own lm_head", "eagle3, full vocabulary"])
+def test_padding_is_never_drafted(
+    kind: str, model: torch.nn.Module, target: Path, tmp_path: Path
+) -> None:
+    head = EAGLES[kind](model, tmp_path / "head")
+    drafter = Drafter(target, head, tmp_path / "out", model, gamma=GAMMA, vocab_size=60)
+    reference = heads_zoo.EagleReference(head, model)
+    texts = [[i % 60 for i in text] for text in contexts(6, (5, 11, 3))]
+    outputs = drafter.draft(texts)
+    for row, text in enumerate(texts):
+        node, expected = reference.root(text, drafter.features(text)), []
+        for _ in range(GAMMA):
+            expected.append(int(node.logits[:60].argmax()))
+            node = reference.child(node, expected[-1])
+        assert drafted(outputs, row) == expected
 
 
 def test_confidence_stops_a_chain(model: torch.nn.Module, target: Path, tmp_path: Path) -> None:
@@ -260,4 +281,3 @@ def test_facts_name_the_shapes(model: torch.nn.Module, target: Path, tmp_path: P
     assert facts.feature_width == 3 * 48
     assert facts.draft_cache is not None
     assert (facts.draft_cache.layers, facts.draft_cache.kv_heads, facts.draft_cache.head_dim) == (1, 2, 10)
-    assert OnnxSession  # the graph loaded

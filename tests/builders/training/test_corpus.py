@@ -115,7 +115,8 @@ def test_given_prompts_are_answered_and_refused_ones_not_written(
 ) -> None:
     template = Words(target, [STOP])
     prompts = [f"who is {i}?" for i in range(9)]
-    found = write(model, template, tmp_path / "a.jsonl", range(9), prompts=prompts)
+    given = {i: template.unanswered(i, p) for i, p in enumerate(prompts)}
+    found = write(model, template, tmp_path / "a.jsonl", range(9), given=given)
     assert {c.index: c.prompt for c in found} == dict(enumerate(prompts))
     assert all(list(c.ids[: c.start]) == template.around(c.prompt) for c in found)
     first = whole(write(model, template, tmp_path / "b.jsonl", range(12)))

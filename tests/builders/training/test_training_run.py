@@ -10,9 +10,11 @@ import pytest
 import torch
 from published import eagle3_chain, eagle_chain, medusa_drafts
 from safetensors import safe_open
-from tiny_target import write_text
+from tiny_target import STOP, VOCAB, write_text
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from builders.checkpoints.heads.reader import read_head
+from builders.checkpoints.heads.types import EagleHead
 from builders.training import run as run_module
 from builders.training.loop import Progress, TrainPlan, train
 from builders.training.run import (
@@ -147,7 +149,7 @@ def test_others_read_what_was_written(
         small = LlamaForCausalLM.from_pretrained(run.out, dtype=torch.float32).eval()
         assert torch.allclose(small.model.embed_tokens.weight, embedding, atol=1e-3)
     accepted = steps = 0
-    store_read, _ = run._data(model, run_module.read_checkpoint(target), run_module.GenerationPlan(4), silent)
+    store_read, _ = run._data(model, run_module.read_checkpoint(target), run_module.GenerationPlan(), silent)
     for i, conversation in enumerate(store_read.conversations):
         if not run_module.held_out(conversation):
             continue
@@ -178,6 +180,72 @@ def test_others_read_what_was_written(
     # fp16 embeddings can turn a near tie; the rest is the same arithmetic.
     assert trained.acceptance.steps == pytest.approx(steps, abs=2)
     assert trained.acceptance.accepted == pytest.approx(accepted, abs=2)
+
+
+def test_what_is_held_out_is_answered_by_the_target(target: Path, text: Path, tmp_path: Path) -> None:
+    """Acceptance is of the target's words; the text's are for training."""
+    run = make("medusa", target, text, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    plan = run_module.GenerationPlan(max_answer=9)
+    store, benchmark = run._data(model, run_module.read_checkpoint(target), plan, silent)
+    answers = {r["prompt"]: r["answer"] for r in map(json.loads, text.read_text().splitlines())}
+    sides = {True: 0, False: 0}
+    for c in store.conversations:
+        sides[run_module.held_out(c)] += 1
+        if not run_module.held_out(c):
+            assert c.temperature is None
+            assert len(c.ids) - c.start == len(answers[c.prompt]) + 1  # a token a character
+            assert c.ids[-1] == STOP
+            continue
+        assert c.temperature == 0
+        known = list(c.opening)
+        for _ in range(9):
+            with torch.no_grad():
+                known.append(int(model(torch.tensor([known])).logits[0, -1].argmax()))
+            if known[-1] == STOP:
+                break
+        assert list(c.ids) == known
+    assert sides[True] > 0
+    assert [c.prompt for c in benchmark.conversations] == list(EXCLUDED)
+    assert not set(EXCLUDED) & {c.prompt for c in store.conversations}
+
+
+def test_a_reduced_vocabulary_holds_no_padding(target: Path, text: Path, tmp_path: Path) -> None:
+    """The tiny target's lm_head has more rows than its tokenizer tokens."""
+    run = make("eagle3", target, text, tmp_path, sizes=replace(SIZES, draft_vocab=VOCAB))
+    run.run(silent, silent)
+    checkpoint = run_module.read_checkpoint(target)
+    real = run_module.real_tokens(checkpoint)
+    assert real < VOCAB
+    head = read_head(run.out, checkpoint)
+    assert isinstance(head, EagleHead)
+    assert head.draft_to_target is not None
+    assert head.draft_to_target.tolist() == list(range(real))
+
+
+def test_depth_of_training(target: Path, text: Path, tmp_path: Path) -> None:
+    """Chains grow as the run goes on; Medusa trains all heads, a draft model has one step."""
+    depths = {}
+    for method in METHODS:
+        run = make(method, target, text, tmp_path)
+        model = AutoModelForCausalLM.from_pretrained(target).eval()
+        checkpoint = run_module.read_checkpoint(target)
+        store, _ = run._data(model, checkpoint, run_module.GenerationPlan(), silent)
+        drafter = run._drafter(model, checkpoint, store, [0, 1], torch.device("cpu"))
+        depths[method] = [drafter.depth(4, share) for share in (0.0, 0.3, 0.9)]
+    assert depths == {
+        "medusa": [4, 4, 4],
+        "eagle": [1, 2, 4],
+        "eagle3": [1, 2, 4],
+        "draft_model": [1, 1, 1],
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_training_on_a_gpu(method: str, target: Path, tmp_path: Path) -> None:
+    run = make(method, target, tmp_path, tmp_path, text=None, generate=60, device="cuda")
+    assert run.run(silent, silent).steps == PLAN.steps
 
 
 def test_published_keys(target: Path, text: Path, tmp_path: Path) -> None:

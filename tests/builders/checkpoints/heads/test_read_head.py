@@ -135,7 +135,7 @@ def test_eagle1(
     assert (c.qkv_bias, c.qk_norm, c.o_bias, c.mlp_bias) == (qkv_bias, False, False, False)
     assert (head.target_hidden_size, head.taps, head.draft_to_target) == (48, (), None)
     assert (head.fc_norm, head.head_norm) == ("none", "none")
-    assert (head.layer_input_norm, head.norm_before_residual) == (False, False)
+    assert not head.norm_before_residual
     assert (head.own_embedding, head.own_lm_head) == (embedding, lm_head)
     assert ("fc.bias" in head.tensors) == fc_bias
     shared = [name for name, own in (("embed_tokens", embedding), ("lm_head", lm_head)) if not own]
@@ -179,7 +179,7 @@ def test_eagle3_of_its_authors(tmp_path: Path, target_model: PreTrainedModel, ta
     assert head.taps == (2, 3, 4)  # of 7 layers: 2, L // 2, L - 3
     assert (head.config.vocab_size, head.config.hidden_size, head.target_hidden_size) == (41, 48, 48)
     assert (head.fc_norm, head.head_norm) == ("none", "logits")
-    assert (head.layer_input_norm, head.norm_before_residual) == (True, False)
+    assert not head.norm_before_residual
     published = load_file(folder / "model.safetensors")
     assert head.draft_to_target is not None and head.draft_to_target.dtype == np.int64
     np.testing.assert_array_equal(head.draft_to_target, np.flatnonzero(published["t2d"]))
