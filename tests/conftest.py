@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +18,11 @@ def demo_gguf() -> Path:
             f"no demo model under {downloads}: run make build-engines, or deselect with -m 'not slow'"
         )
     return found[0]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are no part of the suite where there is none."""
+    if not torch.cuda.is_available():
+        gone = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=gone)
+        items[:] = [item for item in items if item not in gone]

@@ -144,6 +144,7 @@ def write_conversations(
     *,
     excluded: Collection[str] = (),
     given: Mapping[int, Conversation] | None = None,
+    tokens: int | None = None,
     progress: Callable[[int, int, int], None] | None = None,
 ) -> None:
     """Make `attempts`, each a function of the plan and its number alone; append conversations and states.
@@ -159,20 +160,22 @@ def write_conversations(
         plan: how to generate.
         excluded: user turns that must not occur (see `normal`).
         given: by attempt, what to go on from (its `opening`) instead of a sampled user turn.
+        tokens: ids from here on are padding of the model's lm_head and never drawn; None: there is none.
         progress: called with (conversations, attempts left, answer tokens).
 
     Raises:
         DiskFullError: no space.
     """
     mend(out, 8 * model.config.hidden_size)
-    made = tokens = 0
+    made = written = 0
+    real = model.config.vocab_size if tokens is None else tokens
     refused = frozenset(normal(p) for p in excluded)
     with (
         out.open("a", encoding="utf-8") as file,
         states_of(out).open("ab") as states_out,
         _slot_attention(model),
     ):
-        for left, conversation, states in _run(model, template, plan, attempts, refused, given):
+        for left, conversation, states in _run(model, template, plan, attempts, refused, given, real):
             with disk_errors(out):
                 states_out.write(as_bytes(states))
                 states_out.flush()
@@ -180,9 +183,9 @@ def write_conversations(
                 file.flush()
             if conversation.ids:
                 made += 1
-                tokens += len(conversation.ids) - conversation.start
+                written += len(conversation.ids) - conversation.start
             if progress is not None:
-                progress(made, left, tokens)
+                progress(made, left, written)
 
 
 def _run(
@@ -192,6 +195,7 @@ def _run(
     attempts: Sequence[int],
     refused: frozenset[str],
     given: Mapping[int, Conversation] | None,
+    real: int,
 ) -> Iterator[tuple[int, Conversation, torch.Tensor]]:
     """Conversations as they end: attempts that have not begun, the conversation, its states [n, 4H]."""
     longest = max((len(given[i].opening) for i in attempts), default=0) if given is not None else 0
@@ -250,7 +254,7 @@ def _run(
         due = [i for i, s in enumerate(slots) if s and s.fed + 1 == len(s.ids)]
         with torch.inference_mode():
             hidden = step(ids, fed)
-            top = model.lm_head(hidden[due, -1]).float().topk(min(_NUCLEUS, model.config.vocab_size))
+            top = model.lm_head(hidden[due, -1])[:, :real].float().topk(min(_NUCLEUS, real))
             logits, tokens = top.values.cpu().numpy(), top.indices.cpu().numpy()
         for busy in filter(None, slots):
             busy.fed += 1

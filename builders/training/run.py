@@ -257,6 +257,7 @@ class TrainingRun:
                     replace(plan, batch=min(plan.batch, len(attempts))),
                     excluded=refused,
                     given=given,
+                    tokens=real_tokens(target),
                     progress=spoken(what),
                 )
 

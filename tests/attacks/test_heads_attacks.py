@@ -312,7 +312,9 @@ def test_numbers_without_measure(tmp_path: Path, model: PreTrainedModel, target:
         read_head(folder, target)
 
 
-@pytest.mark.parametrize("name", ["999999999.0.linear.weight", "0.999999999.linear.weight", "99999.99999.weight"])
+@pytest.mark.parametrize(
+    "name", ["999999999.0.linear.weight", "0.999999999.linear.weight", "99999.99999.weight"]
+)
 def test_a_tensors_name_that_counts_far(
     name: str, tmp_path: Path, model: PreTrainedModel, target: Checkpoint
 ) -> None:

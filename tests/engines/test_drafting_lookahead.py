@@ -310,7 +310,10 @@ def test_size_formula(size: tuple[int, int, int], tokens: int) -> None:
     assert lookahead_size(*size) == tokens
 
 
-@pytest.mark.parametrize("size", [(0, 3, 4), (4, 0, 4), (4, 3, 0), (-1, 3, 4), (10**9, 3, 4), (4, 3, 10**12), (33, 3, 1), (1, 34, 1)])
+@pytest.mark.parametrize(
+    "size",
+    [(0, 3, 4), (4, 0, 4), (4, 3, 0), (-1, 3, 4), (10**9, 3, 4), (4, 3, 10**12), (33, 3, 1), (1, 34, 1)],
+)
 def test_sizes_that_cannot_work_are_refused(size: tuple[int, int, int]) -> None:
     with pytest.raises(LookaheadSizeError, match=r"\[lookahead.size\]") as caught:
         Lookahead([1], *size)

@@ -148,6 +148,7 @@ HEADS: dict[str, tuple[str, dict[str, object]]] = {
     "eagle": ("eagle", {}),
     "eagle-drawn": ("eagle", {"tree": DRAWN}),
     "eagle3-reduced": ("eagle3", {}),
+    "eagle3-drawn": ("eagle3", {"tree": DRAWN}),
     "eagle3-dynamic": ("eagle3", {"tree": DynamicTree(top_k=2, nodes=4), "confidence_threshold": 0.2}),
     "medusa-tree": ("medusa", {"tree": LIKELY}),
     "lookahead": ("lookahead", {"lookahead": LookaheadSize(window=2, ngram=3, guesses=2)}),

@@ -210,9 +210,7 @@ def test_medusa(
         "chain": {},
         "tree": {"tree": StaticTree(choices=tuple(map(tuple, CHOICES)))},
     }.items():
-        drafter = Drafter(
-            target, head, tmp_path / name, model, gamma=GAMMA, vocab_size=vocab_size, **options
-        )
+        drafter = Drafter(target, head, tmp_path / name, model, gamma=GAMMA, vocab_size=vocab_size, **options)
         outputs = drafter.draft(texts)
         for row, text in enumerate(texts):
             logits = reference.logits(drafter.features(text)[-1])[:, :vocab_size]
@@ -227,9 +225,7 @@ def test_medusa(
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle, biases, own lm_head", "eagle3, full vocabulary"])
-def test_padding_is_never_drafted(
-    kind: str, model: torch.nn.Module, target: Path, tmp_path: Path
-) -> None:
+def test_padding_is_never_drafted(kind: str, model: torch.nn.Module, target: Path, tmp_path: Path) -> None:
     head = EAGLES[kind](model, tmp_path / "head")
     drafter = Drafter(target, head, tmp_path / "out", model, gamma=GAMMA, vocab_size=60)
     reference = heads_zoo.EagleReference(head, model)

@@ -45,7 +45,7 @@ def load(family: str, folder: Path) -> tuple[PreTrainedModel, OnnxSession]:
         folder / "b",
         method="lookahead",
         gamma=5,
-        lookahead=LookaheadSize(window=4, ngram=3, guesses=4),
+        lookahead=LookaheadSize(window=5, ngram=3, guesses=4),
     )
     session.reserve(60)
     return model, session

@@ -166,7 +166,7 @@ def test_text_of_users(target: Path, tmp_path: Path) -> None:
     lines = [{"prompt": "who?", "answer": "me."}, {"prompt": "and?"}, {"text": "some text"}]
     file.write_text("\n\n".join(json.dumps(line) for line in lines))
     conversations, prompts = read_user_text(file, template)
-    assert prompts == ["and?"]
+    assert [(p.prompt, list(p.ids), p.start) for p in prompts] == [("and?", template.around("and?"), 8)]
     answered, document = conversations
     assert list(answered.ids) == [*template.around("who?"), *template.encode("me."), STOP]
     assert answered.start == len(template.around("who?"))
