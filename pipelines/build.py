@@ -218,14 +218,14 @@ class Build:
         target, limit = self.target, self.spec.limits.max_seq_len
 
         def work(folder: Path, progress: Progress) -> Mapping[str, Any]:
+            check_values(drafter)
             if isinstance(drafter, Checkpoint):
                 return pair(target, drafter, max_seq_len=limit).to_dict()
-            check_values(drafter)
             return pair_head(target, drafter)
 
         inputs = {
             "fingerprints": [target.fingerprint, drafter.fingerprint],
-            "weights": {} if isinstance(drafter, Checkpoint) else _digests(drafter),
+            "weights": _digests(drafter),
             "texts": [_text_digests(target), _text_digests(drafter)],
             "limit": limit,
             "code": source_digest("builders"),

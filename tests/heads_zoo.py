@@ -614,6 +614,24 @@ class EagleReference:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.t[f"{module}.weight"]
 
 
+def naive_dynamic_tree(
+    reference: EagleReference, root: Node, depth: int, top_k: int, size: int
+) -> set[tuple[int, ...]]:
+    """EAGLE-2 with lists: paths of tokens that are kept."""
+    pool: list[tuple[float, tuple[int, ...]]] = []
+    frontier: list[tuple[float, tuple[int, ...], Node]] = [(0.0, (), root)]
+    for _ in range(depth):
+        level = []
+        for score, path, node in frontier:
+            logs = torch.log_softmax(node.logits, -1)
+            for i in logs.topk(top_k).indices.tolist():
+                level.append((score + float(logs[i]), (*path, reference.target_id(i)), node))
+        pool += [(score, path) for score, path, _ in level]
+        best = sorted(level, key=lambda entry: -entry[0])[:top_k]
+        frontier = [(score, path, reference.child(node, path[-1])) for score, path, node in best]
+    return {path for _, path in sorted(pool, key=lambda entry: -entry[0])[:size]}
+
+
 def _load(folder: Path) -> Tensors:
     """Tensors by published name; floats in float32."""
     found = sorted(folder.glob("*.safetensors"))

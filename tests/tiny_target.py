@@ -15,14 +15,14 @@ STOP = 2
 VOCAB = 64
 
 
-def save_tiny_target(folder: Path) -> Path:
+def save_tiny_target(folder: Path, layers: int = 5) -> Path:
     """The checkpoint folder, tokenizer and chat template included."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=5,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
 from builders.checkpoints.types import Checkpoint
@@ -88,8 +88,7 @@ def write_head(
         tensors[f"{prefix}embed_tokens.weight"] = embedding
         if isinstance(drafter, DraftModel) and not target.config.tie_embeddings:
             tensors["lm_head.weight"] = stored(drafter.target.lm_head, store)["weight"]
-    save_file(tensors, folder / file, metadata={"format": "pt"})
-    (folder / file).chmod(0o644)  # save_file makes it private
+    (folder / file).write_bytes(save(tensors, metadata={"format": "pt"}))  # a full disk is an OSError
     _json(folder / "config.json", head_config(drafter, target, store))
     _json(folder / "provenance.json", provenance)
     if isinstance(drafter, DraftModel) and store != "fp8":

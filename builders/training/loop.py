@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from builders.training.drafters import Drafter
 from builders.training.features import FeatureStore
@@ -193,7 +193,7 @@ def _save(
             for key, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"{key}.{name}"] = value.contiguous()
     with publish_folder(folder) as out:
-        save_file(tensors, out / _TENSORS)
+        (out / _TENSORS).write_bytes(save(tensors))  # by way of Python: a full disk is an OSError
         state_json: dict[str, Any] = {"step": step, "epoch": epoch, "position": position, "seconds": seconds}
         (out / _STATE).write_text(json.dumps(state_json), "utf-8")
 

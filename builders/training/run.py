@@ -9,13 +9,18 @@ conversations and states serves all methods:
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import math
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -35,7 +40,7 @@ from builders.training.loop import Progress, Trained, TrainPlan, train
 from builders.training.objective import Acceptance, simulate
 from builders.training.states import collect_states, mend
 from builders.training.text import TrainingTextError, read_user_text
-from engines.errors import MachineError, UsageError
+from engines.errors import EngineError, MachineError, UsageError
 from engines.files import atomic_write, publish_folder, read_json, sha256_file
 
 __all__ = ["Sizes", "TrainingRun"]
@@ -60,6 +65,27 @@ class OtherSettingsError(UsageError):
 
     rule = "train.other-settings"
     remedy_text = "Give the settings of the first call, or another --work folder."
+
+
+class BusyError(UsageError):
+    """Another process trains the same method in the same work folder."""
+
+    rule = "train.busy"
+    remedy_text = "Wait for it, or give another --work folder."
+
+
+class TargetTooSmallError(UsageError):
+    """The target has fewer layers than the drafter needs."""
+
+    rule = "train.target-too-small"
+    remedy_text = "Choose another method, or fewer --layers."
+
+
+class DivergedError(EngineError):
+    """Training, or the target itself, made numbers that are none."""
+
+    rule = "train.diverged"
+    remedy_text = "Choose a smaller --learning-rate; does the target have finite weights?"
 
 
 class NoDeviceError(MachineError):
@@ -118,8 +144,26 @@ class TrainingRun:
         device = self._device()
         torch.set_flush_denormal(True)  # tiny probabilities mean nothing and are slow
         target = read_checkpoint(self.target)
+        self._check_layers(target)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{self.out.name}.", dir=self.out.parent):
+            pass  # better now than after the training
+        if self.text is not None:
+            _ = self._given  # refused before anything is written
         generation = GenerationPlan(seed=self.plan.seed, batch=min(128, self.generate or 128))
         settings = self._settings(target, generation)
+        with _alone(self._folder):
+            return self._run(target, settings, generation, device, say, report)
+
+    def _run(
+        self,
+        target: Checkpoint,
+        settings: dict[str, Any],
+        generation: GenerationPlan,
+        device: torch.device,
+        say: Callable[[str], None],
+        report: Callable[[Progress], None],
+    ) -> Trained:
         self._claim(settings)
         model: Any = AutoModelForCausalLM.from_pretrained(
             self.target,
@@ -127,7 +171,8 @@ class TrainingRun:
             use_safetensors=True,
         )
         model.eval().to(device)
-        store, benchmark = self._data(model, target, generation, say)
+        with _alone(self.work / "data", wait=True):
+            store, benchmark = self._data(model, target, generation, say)
         indices = range(len(store.conversations))
         training = [i for i in indices if not held_out(store.conversations[i])]
         unseen = [i for i in indices if held_out(store.conversations[i])]
@@ -151,6 +196,8 @@ class TrainingRun:
             device=device,
             report=report,
         )
+        if not math.isfinite(trained.loss):
+            raise DivergedError(f"held-out loss {trained.loss}", place=self._folder, allowed="a number")
         round_to_store(drafter, self.store)
         gamma = self.plan.gamma
         stored = simulate(drafter, store, measured, gamma, device)
@@ -190,6 +237,25 @@ class TrainingRun:
     @property
     def _folder(self) -> Path:
         return self.work / self.method
+
+    @cached_property
+    def _template(self) -> Template:
+        tokenizer = read_checkpoint(self.target).tokenizer
+        return Template(self.target, tokenizer.eos_token_ids if tokenizer else ())
+
+    @cached_property
+    def _given(self) -> tuple[list[Conversation], list[Conversation]]:
+        """The user's text: see `read_user_text`."""
+        assert self.text is not None
+        return read_user_text(self.text, self._template)
+
+    def _check_layers(self, target: Checkpoint) -> None:
+        found = target.config.num_layers
+        least = {"eagle3": 3, "draft_model": self.sizes.layers}.get(self.method, 1)  # three taps
+        if found < least:
+            raise TargetTooSmallError(
+                f"a target of {found} layers", place=target.path, allowed=f"{least} or more for this drafter"
+            )
 
     def _device(self) -> torch.device:
         if self.device == "auto":
@@ -232,7 +298,7 @@ class TrainingRun:
         if note.exists():
             _compare(note, wanted)
         atomic_write(note, json.dumps(wanted, indent=2))
-        template = Template(self.target, target.tokenizer.eos_token_ids if target.tokenizer else ())
+        template = self._template
         refused = {normal(p) for p in self.excluded}
 
         def spoken(what: str) -> Callable[[int, int, int], None]:
@@ -265,8 +331,7 @@ class TrainingRun:
             files = [folder / "conversations.jsonl"]
             write(files[0], range(self.generate), None, "writing")
         else:
-            assert self.text is not None
-            complete, asked = read_user_text(self.text, template)
+            complete, asked = self._given
             first = len(complete)  # numbers go on after those of the conversations that were given
             complete = [c for c in complete if normal(c.prompt) not in refused]
             asked = [c for c in asked if normal(c.prompt) not in refused]
@@ -329,6 +394,22 @@ def frequent(store: FeatureStore, training: Sequence[int], tokens: int, size: in
         conversation = store.conversations[i]
         np.add.at(counts, list(conversation.ids[conversation.start :]), 1)
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
+
+
+@contextmanager
+def _alone(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """While the block runs, no other process is in the folder's block.
+
+    Raises:
+        BusyError: one is, and `wait` is False.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BusyError("another run", place=folder) from None
+        yield  # a process that dies lets go of it
 
 
 def _compare(file: Path, wanted: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from builders.training.dialogue import Conversation, read_conversations, states_of
-from engines.files import disk_errors, need_space
+from engines.files import FileError, disk_errors, need_space
 
 __all__ = ["as_bytes", "collect_states", "mend", "pack", "tap_layers", "tapped_states"]
 
@@ -34,12 +34,22 @@ def mend(file: Path, row: int) -> list[Conversation]:
     Args:
         file: JSONL; may be missing.
         row: bytes of one token's states.
+
+    Raises:
+        FileError: states are missing.
     """
     if not file.exists():
         states_of(file).unlink(missing_ok=True)
         return []
     found = read_conversations(file, repair=True)
-    os.truncate(states_of(file), row * sum(len(c.ids) for c in found))
+    size = row * sum(len(c.ids) for c in found)
+    if states_of(file).stat().st_size < size:  # states are written first: this is no kill's work
+        raise FileError(
+            "shorter than its conversations",
+            place=states_of(file),
+            remedy="Delete the folder: it is made again.",
+        )
+    os.truncate(states_of(file), size)
     return found
 
 

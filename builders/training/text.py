@@ -34,6 +34,8 @@ def read_user_text(file: Path, template: Template) -> tuple[list[Conversation], 
         TrainingTextError: with file and line: not JSON, unknown keys, empty; or nothing at all.
         FileError: cannot be read, or is not UTF-8.
     """
+    if file.exists() and not file.is_file():
+        raise TrainingTextError("no regular file", place=file)
     conversations: list[Conversation] = []
     prompts: list[Conversation] = []
     records = _json_lines(file) if file.suffix == ".jsonl" else _paragraphs(file)
@@ -72,7 +74,7 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
                     raise TrainingTextError(
                         "a line too long", place=place, allowed=f"{_LONGEST_LINE:,} bytes"
                     )
-                yield place, line.decode("utf-8").rstrip("\r\n")
+                yield place, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except OSError as error:
         raise FileError(f"cannot be read: {error.strerror}", place=file) from error
     except UnicodeDecodeError as error:
@@ -92,6 +94,8 @@ def _json_lines(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         for key, value in record.items():
             if not isinstance(value, str) or not value.strip():
                 raise TrainingTextError(f"{key!r} is no text, or empty", place=place)
+            if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+                raise TrainingTextError(f"half of a surrogate pair in {key!r}", place=place)
         yield place, record
 
 

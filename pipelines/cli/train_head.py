@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -28,6 +29,16 @@ class TrainUsageError(UsageError):
     remedy_text = "See trtspec train-head --help."
 
 
+class _Finite(click.FloatRange):
+    """A range that neither NaN nor infinity is in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is no finite number.", param, ctx)
+        return number
+
+
 @click.command("train-head")
 @click.option(
     "--method",
@@ -43,14 +54,16 @@ class TrainUsageError(UsageError):
     help='JSONL with {"prompt", "answer"}, {"prompt"} or {"text"}; any other file: a document a paragraph.',
 )
 @click.option(
-    "--generate", type=click.IntRange(1), help="Let the target write; so many attempts at conversations."
+    "--generate",
+    type=click.IntRange(1, 10**7),
+    help="Let the target write; so many attempts at conversations.",
 )
 @click.option("--steps", type=click.IntRange(1), help="How long: repeatable, the same weights each time.")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="How long: by the clock.")
+@click.option("--minutes", type=_Finite(0.01), help="How long: by the clock.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @click.option("--heads", type=click.IntRange(1, 16), default=4, show_default=True, help="Medusa's heads.")
 @click.option(
-    "--layers", type=click.IntRange(1), help="Of a draft model (2 by default) or a Medusa head (1)."
+    "--layers", type=click.IntRange(1, 64), help="Of a draft model (2 by default) or a Medusa head (1)."
 )
 @click.option(
     "--draft-vocab",
@@ -59,8 +72,8 @@ class TrainUsageError(UsageError):
     show_default=True,
     help="Most frequent tokens: all that EAGLE-3 can draft, and what the loss of the others counts.",
 )
-@click.option("--intermediate", type=click.IntRange(1), help="MLP width.  [default: the target's]")
-@click.option("--learning-rate", type=click.FloatRange(0, 1, min_open=True), default=1e-3, show_default=True)
+@click.option("--intermediate", type=click.IntRange(1, 1 << 18), help="MLP width.  [default: the target's]")
+@click.option("--learning-rate", type=_Finite(0, 1, min_open=True), default=1e-3, show_default=True)
 @click.option("--batch-tokens", type=click.IntRange(16), default=2048, show_default=True)
 @click.option("--gamma", type=click.IntRange(1, 16), default=4, show_default=True, help="Draft tokens.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
@@ -112,6 +125,8 @@ def train_head(
         raise TrainUsageError("one of --text and --generate is needed, not both")
     if (steps is None) == (minutes is None):
         raise TrainUsageError("one of --steps and --minutes is needed, not both")
+    if not output.resolve().name:
+        raise TrainUsageError("no name for a folder", place=f"-o {output}")
     for package in ("torch", "transformers", "safetensors"):
         if importlib.util.find_spec(package) is None:
             raise NoTorchError(f"{package} is not installed", place="train-head")
@@ -131,7 +146,7 @@ def train_head(
         method=method,
         target=target,
         out=output,
-        work=work or output.with_name(output.name + ".work"),
+        work=work or output.with_name(output.resolve().name + ".work"),
         plan=TrainPlan(
             seed=seed,
             steps=steps,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import heads_zoo
 import numpy as np
@@ -52,6 +54,7 @@ MODES: dict[str, tuple[str, dict[str, object], str]] = {
     "eagle3-dynamic": ("eagle3", {"gamma": 3, "tree": DynamicTree(top_k=6, nodes=40)}, "eagle3"),
 }
 METHODS = list(MODES)
+CHAIN = [(0,) * n for n in range(1, GAMMA + 1)]
 # Drafts are point masses: a seeded run must equal the seeded plain run token for token.
 POINT_MASSES = [
     "ngram",
@@ -268,6 +271,77 @@ def test_cancelled_request_frees_its_slot(engines: dict[str, Loaded]) -> None:
     assert done[ids[9]].tokens == []
     for i in (0, *range(2, 9)):
         assert done[ids[i]].tokens == run(engines["layer_skip"], [asked[i]])[0].tokens
+
+
+HEADS = ["medusa", "medusa-tree", "eagle", "eagle-tree", "eagle3", "eagle3-dynamic"]
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_heads_draft_behind_every_text_what_their_reference_drafts(
+    engines: dict[str, Loaded], method: str, tmp_path: Path
+) -> None:
+    """As many steps as with plain torch drafts: hidden states, caches and paths follow what was accepted.
+
+    A wrong one leaves the text as it is, and costs acceptance only.
+    """
+    model, (_, facts) = make_model(), engines[method]
+    asked = [Request(p, 24) for p in prompts(6, seed=5)]
+    done = run(engines[method], asked)
+    plain = [c.tokens for c in run(engines["ngram"], [replace(r, gamma=0) for r in asked])]
+    assert [c.tokens for c in done] == plain
+    drafted = paths_by_reference(model, method, facts, tmp_path)
+    taken = set()
+    for request, completion in zip(asked, done, strict=True):
+        text, steps = [*request.prompt, completion.tokens[0]], 0
+        truth = [*request.prompt, *completion.tokens]
+        while len(text) < len(truth):
+            ahead = truth[len(text) :]
+            right = max((len(p) for p in drafted(text) if list(p) == ahead[: len(p)]), default=0)
+            text += ahead[: right + 1]
+            steps += 1
+            taken.add(right)
+        assert completion.acceptance.steps == steps
+    assert {0, 1} <= taken
+    if "tree" in method or "dynamic" in method:
+        assert max(taken) >= 2
+
+
+def paths_by_reference(
+    model: PreTrainedModel, method: str, facts: EngineFacts, folder: Path
+) -> Callable[[list[int]], set[tuple[int, ...]]]:
+    """What a head drafts behind a text: all paths of its tree, as tokens."""
+    if method.startswith("medusa"):
+        medusa = heads_zoo.MedusaReference(heads_zoo.make_medusa(model, folder, heads=4), model)
+
+        def by_medusa(text: list[int]) -> set[tuple[int, ...]]:
+            hidden = heads_zoo.target_features(model, text[:-1])[-1]
+            order = medusa.logits(hidden).argsort(-1, descending=True)
+            choices = facts.tree.choices if isinstance(facts.tree, StaticTree) else CHAIN[: facts.gamma]
+            return {tuple(int(order[d, r]) for d, r in enumerate(choice)) for choice in choices}
+
+        return by_medusa
+    if method.startswith("eagle3"):
+        head = heads_zoo.make_eagle3(model, folder, draft_vocab=23)
+        layers = model.config.num_hidden_layers
+        taps: tuple[int, ...] = (2, layers // 2, layers - 3)
+    else:
+        head, taps = heads_zoo.make_eagle(model, folder), ()
+    eagle = heads_zoo.EagleReference(head, model)
+
+    def by_eagle(text: list[int]) -> set[tuple[int, ...]]:
+        root = eagle.root(text, heads_zoo.target_features(model, text[:-1], taps))
+        if isinstance(facts.tree, DynamicTree):
+            return heads_zoo.naive_dynamic_tree(eagle, root, facts.gamma, facts.tree.top_k, facts.tree.nodes)
+        choices = facts.tree.choices if isinstance(facts.tree, StaticTree) else CHAIN[: facts.gamma]
+        nodes, paths = {(): root}, {(): ()}
+        for choice in sorted(choices, key=len):
+            above = tuple(choice[:-1])
+            token = eagle.best(nodes[above], choice[-1] + 1)[-1]
+            paths[choice] = (*paths[above], token)
+            nodes[choice] = eagle.child(nodes[above], token)
+        return set(paths.values()) - {()}
+
+    return by_eagle
 
 
 @pytest.mark.parametrize("method", ["lookahead", "lookahead-deep"])

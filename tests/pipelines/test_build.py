@@ -13,6 +13,7 @@ from pathlib import Path
 
 import heads_zoo
 import pytest
+import torch
 import zoo
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -329,8 +330,6 @@ def test_a_tree_wider_than_the_drafters_vocabulary(tree: object, tmp_path: Path)
 
 
 def test_nan_weights_are_found(tmp_path: Path) -> None:
-    import torch
-
     model = zoo.make_model("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 4] = float("nan")
@@ -339,6 +338,19 @@ def test_nan_weights_are_found(tmp_path: Path) -> None:
     code, _, err = run(tmp_path, "build", str(write_spec(tmp_path, folder)))
     assert code == 1
     assert "NaN" in err
+    assert not (tmp_path / "build/bundles/tiny").exists()
+
+
+def test_nan_weights_of_a_draft_model_are_found(checkpoint: Path, tmp_path: Path) -> None:
+    """Its drafts would be rejected one and all, and nothing else would show."""
+    model = zoo.make_model("llama", 1)
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    folder = add_tokenizer(zoo.save(model, tmp_path / "draft"))
+    drafter = {"method": "draft_model", "checkpoint": str(folder), "gamma": 1}
+    code, _, err = run(tmp_path, "build", str(write_spec(tmp_path, checkpoint, drafter=drafter)))
+    assert code == 1
+    assert "head.not-finite" in err and "model.norm.weight" in err
     assert not (tmp_path / "build/bundles/tiny").exists()
 
 

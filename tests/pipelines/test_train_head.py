@@ -55,6 +55,47 @@ def test_a_head_from_text(
     assert (code, "train.output-exists" in err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--steps", 3, "--learning-rate", "nan"),
+        ("--minutes", "nan"),
+        ("--minutes", "inf"),
+        ("--minutes", "0"),
+        ("--steps", 3, "--layers", 10**6),
+        ("--steps", 3, "--intermediate", 10**12),
+        ("--steps", 3, "-o", "/"),
+    ],
+)
+def test_options_out_of_range(
+    options: tuple[object, ...], target: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--method", "draft_model", "--target", target, "-o", tmp_path / "x", "--text", text)
+    code, _, err = call(capsys, *given, *options)
+    assert code == 2, err
+    assert "Traceback" not in err
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_disk_that_is_full_while_a_checkpoint_is_saved(target: Path, text: Path, tmp_path: Path) -> None:
+    """The limit lets the data pass, and not the weights and the optimizer's state."""
+    data = 4 * 32 * 2 * sum(len(line) for line in text.read_text().splitlines())
+    arguments = [
+        *("train-head", "--method", "draft_model", "--target", target, "-o", tmp_path / "x", "--text", text),
+        *("--steps", 2, "--draft-vocab", 20, "--intermediate", 4000, "--work", tmp_path / "w"),
+    ]
+    code = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({data}, {data}));"
+        "from pipelines.cli import main, train_head; train_head._benchmark_prompts = lambda: ['what is 7?'];"
+        f"main({list(map(str, arguments))!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert "machine.disk-full" in done.stderr and "checkpoint" in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
 def test_a_head_from_what_the_target_writes(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Weights that are no numbers: one NaN in a head makes every draft of it worthless, silently."""
+"""Weights that are no numbers: one NaN in a drafter makes every draft of it worthless, silently."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from builders.checkpoints.heads.source import HeadError
 from builders.checkpoints.heads.types import EagleHead, MedusaHeads
 from builders.checkpoints.safetensors_writer import ELEMENT
-from builders.checkpoints.types import TensorRef
+from builders.checkpoints.types import Checkpoint, TensorRef
 
 __all__ = ["NotFiniteError", "check_values", "pieces"]
 
@@ -20,19 +20,21 @@ PIECE = 4 << 20  # values at a time
 
 
 class NotFiniteError(HeadError):
-    """A head's weights hold a NaN or an infinite value."""
+    """A drafter's weights hold a NaN or an infinite value."""
 
     rule = "head.not-finite"
-    remedy_text = "The training diverged or the file is damaged: use another checkpoint of the head."
+    remedy_text = "The training diverged or the file is damaged: use another checkpoint."
 
 
-def check_values(head: MedusaHeads | EagleHead) -> None:
+def check_values(drafter: Checkpoint | MedusaHeads | EagleHead) -> None:
     """Reads all weights once, a few MiB at a time.
 
     Raises:
         NotFiniteError: names the first value that is NaN or infinite.
     """
-    for tensor in head.tensors.values():
+    for tensor in drafter.tensors.values():
+        if tensor.dtype not in ELEMENT:
+            continue  # in a checkpoint there may be other things: no graph reads them
         start = 0
         for piece in pieces(tensor, ELEMENT[tensor.dtype]):
             finite = np.isfinite(piece)

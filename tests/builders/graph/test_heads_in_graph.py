@@ -159,24 +159,6 @@ def test_eagle_fixed_tree(kind: str, model: torch.nn.Module, target: Path, tmp_p
         assert drafted(outputs, row) == expected
 
 
-def naive_dynamic_tree(
-    reference: heads_zoo.EagleReference, root: heads_zoo.Node, depth: int, top_k: int, size: int
-) -> set[tuple[int, ...]]:
-    """EAGLE-2 with lists: paths of tokens that are kept."""
-    pool: list[tuple[float, tuple[int, ...]]] = []
-    frontier: list[tuple[float, tuple[int, ...], heads_zoo.Node]] = [(0.0, (), root)]
-    for _ in range(depth):
-        level = []
-        for score, path, node in frontier:
-            logs = torch.log_softmax(node.logits, -1)
-            for i in logs.topk(top_k).indices.tolist():
-                level.append((score + float(logs[i]), (*path, reference.target_id(i)), node))
-        pool += [(score, path) for score, path, _ in level]
-        best = sorted(level, key=lambda entry: -entry[0])[:top_k]
-        frontier = [(score, path, reference.child(node, path[-1])) for score, path, node in best]
-    return {path for _, path in sorted(pool, key=lambda entry: -entry[0])[:size]}
-
-
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "specforge"])
 @pytest.mark.parametrize(("top_k", "size"), [(3, 8), (2, 30), (5, 5)])
 def test_eagle_dynamic_tree(
@@ -190,8 +172,8 @@ def test_eagle_dynamic_tree(
     outputs = drafter.draft(texts, pieces=2, counts=[3, 3, 2])
     for row, (text, depth) in enumerate(zip(texts, (3, 3, 2), strict=True)):
         root = reference.root(text, drafter.features(text))
-        # What is kept is known as a set of tokens: the graph's node order is checked by the decoding tests.
-        kept = naive_dynamic_tree(reference, root, depth, top_k, size)
+        # The graph's paths are checked by the decoding tests.
+        kept = heads_zoo.naive_dynamic_tree(reference, root, depth, top_k, size)
         assert sorted(drafted(outputs, row)) == sorted(path[-1] for path in kept)
         assert outputs.levels[row] == max(len(path) for path in kept)
 

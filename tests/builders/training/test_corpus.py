@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,21 @@ def test_text_of_users(target: Path, tmp_path: Path) -> None:
     assert [c.prompt for c in read_user_text(plain, template)[0]] == ["one\ntext", "another"]
 
 
+def test_a_byte_order_mark_is_no_text(target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "who?"}\r\n')
+    assert [c.prompt for c in read_user_text(file, Template(target, [STOP]))[1]] == ["who?"]
+
+
+def test_states_that_are_missing_are_found(model: Any, tmp_path: Path) -> None:
+    file = tmp_path / "c.jsonl"
+    conversations = [Conversation(i, f"p{i}", (1, 5, 6, 7), 2, 0.0) for i in range(9)]
+    collect_states(model, conversations, file)
+    os.truncate(states_of(file), 1000)
+    with pytest.raises(FileError, match="shorter"):
+        collect_states(model, conversations, file)
+
+
 @pytest.mark.parametrize(
     ("content", "line"),
     [
@@ -183,6 +199,7 @@ def test_text_of_users(target: Path, tmp_path: Path) -> None:
         ('{"prompt": "a"}\n\n[1]\n', 3),
         ('{"prompt": 7}\n', 1),
         ('{"prompt": " "}\n', 1),
+        ('{"prompt": "a \\ud800"}\n', 1),
         ('{"question": "a"}\n', 1),
         ('{"prompt": "a", "answer": "b", "text": "c"}\n', 1),
         ("[" * 100_000, 1),
@@ -203,6 +220,9 @@ def test_unreadable_text(target: Path, tmp_path: Path) -> None:
     template = Template(target, [STOP])
     with pytest.raises(FileError):
         read_user_text(tmp_path / "missing.jsonl", template)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(TrainingTextError, match="no regular file"):  # and does not wait for a writer
+        read_user_text(tmp_path / "pipe.jsonl", template)
     file = tmp_path / "t.jsonl"
     file.write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(FileError, match="UTF-8"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from published import eagle3_chain, eagle_chain, medusa_drafts
 from safetensors import safe_open
-from tiny_target import STOP, VOCAB, write_text
+from tiny_target import STOP, VOCAB, save_tiny_target, write_text
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from builders.checkpoints.heads.reader import read_head
@@ -18,10 +19,13 @@ from builders.checkpoints.heads.types import EagleHead
 from builders.training import run as run_module
 from builders.training.loop import Progress, TrainPlan, train
 from builders.training.run import (
+    BusyError,
+    DivergedError,
     NoDeviceError,
     OtherSettingsError,
     OutputTakenError,
     Sizes,
+    TargetTooSmallError,
     TrainingRun,
     UnfinishedRunError,
 )
@@ -279,6 +283,49 @@ def test_provenance(target: Path, text: Path, tmp_path: Path) -> None:
     measured = found["acceptance"]["held_out_prompts"]["greedy_mean_acceptance_length"]
     assert measured == pytest.approx(trained.acceptance.mean_length, abs=1e-4)
     assert found["acceptance"]["benchmark_prompts"]["verify_steps"] > 0
+
+
+def test_one_run_a_method_and_work_folder(target: Path, text: Path, tmp_path: Path) -> None:
+    run = make("medusa", target, text, tmp_path)
+
+    def another(_: object) -> None:
+        with pytest.raises(BusyError):
+            replace(run, out=tmp_path / "other").run(silent, silent)
+        asked.append(True)
+
+    asked: list[bool] = []
+    run.run(another, silent)
+    assert asked
+
+
+def test_bad_text_leaves_no_trace(target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text("")
+    run = make("medusa", target, file, tmp_path)
+    with pytest.raises(TrainingTextError):
+        run.run(silent, silent)
+    write_text(file)
+    assert make("medusa", target, file, tmp_path).run(silent, silent).steps == PLAN.steps
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_a_target_with_few_layers(method: str, text: Path, tmp_path: Path) -> None:
+    shallow = save_tiny_target(tmp_path / "shallow", layers=2)
+    with pytest.raises(TargetTooSmallError, match="2 layers"):
+        make(method, shallow, text, tmp_path, sizes=replace(SIZES, layers=3)).run(silent, silent)
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_target_that_is_not_finite(target: Path, text: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(target, tmp_path / "broken")
+    model = AutoModelForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(broken)
+    run = make("eagle", broken, text, tmp_path)
+    with pytest.raises(DivergedError):
+        run.run(silent, silent)
+    assert not run.out.exists()
 
 
 def test_what_is_refused(target: Path, text: Path, tmp_path: Path) -> None:
