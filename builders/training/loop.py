@@ -47,13 +47,13 @@ class TrainPlan:
 
 @dataclass(frozen=True)
 class Progress:
-    """What is shown as training goes on. `acceptance` only after an evaluation."""
+    """What is shown as training goes on. What is held out is measured now and then."""
 
     step: int
     share: float  # of the run
-    loss: float  # mean since the last report
+    loss: float  # on training conversations, mean since the last report
     seconds_left: float
-    acceptance: Acceptance | None = None
+    held_out: tuple[float, Acceptance] | None = None  # (loss, acceptance)
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ def train(
     Args:
         training, held_out: indices of conversations; the held-out ones have greedy answers.
         checkpoint: folder that is replaced every `save_seconds` and at the end.
+        evaluate_seconds: what is held out is measured so often, and in short runs every fifth.
         stop_after: stop (as a kill would) after this step.
     """
     parameters = {n: p for n, p in drafter.named_parameters() if p.requires_grad}
@@ -124,25 +125,32 @@ def train(
             if step == stop_after:
                 raise KeyboardInterrupt
             if now - shown > _SHOW_SECONDS:
-                acceptance = None
-                if now - evaluated > evaluate_seconds:
-                    with _precision(plan, device):
-                        acceptance = simulate(drafter, store, held_out[:_QUICK], plan.gamma, device)
+                measured = None
+                part = share()
+                total = seconds / max(part, 1e-9)
+                if now - evaluated > min(evaluate_seconds, total / 5):
+                    measured = _measure(drafter, store, held_out[:_QUICK], plan, device)
                     evaluated = time.monotonic()
-                left = seconds * (1 / max(share(), 1e-9) - 1)
-                report(Progress(step, share(), sum(recent) / len(recent), max(left, 0.0), acceptance))
+                mean, left = sum(recent) / len(recent), max(total - seconds, 0.0)
+                report(Progress(step, part, mean, left, measured))
                 recent, shown = [], now
         if position == len(groups):
             epoch, position = epoch + 1, 0
     seconds = before + time.monotonic() - began
     _save(checkpoint, parameters, optimizers, step, epoch, position, seconds)
+    return Trained(step, seconds / 60, *_measure(drafter, store, held_out, plan, device))
+
+
+def _measure(
+    drafter: Drafter, store: FeatureStore, held_out: Sequence[int], plan: TrainPlan, device: torch.device
+) -> tuple[float, Acceptance]:
+    """(loss of the first step, acceptance of greedy chains)."""
     with _precision(plan, device), torch.no_grad():
         losses = [
             loss(drafter, store.batch(held_out[i : i + 8], taps=drafter.needs_taps, device=device), 1).item()
             for i in range(0, len(held_out), 8)
         ]
-        acceptance = simulate(drafter, store, held_out, plan.gamma, device)
-    return Trained(step, seconds / 60, sum(losses) / max(len(losses), 1), acceptance)
+        return sum(losses) / max(len(losses), 1), simulate(drafter, store, held_out, plan.gamma, device)
 
 
 def _precision(plan: TrainPlan, device: torch.device) -> torch.autocast:

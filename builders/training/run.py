@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import platform
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -301,10 +302,16 @@ class TrainingRun:
         template = self._template
         refused = {normal(p) for p in self.excluded}
 
-        def spoken(what: str) -> Callable[[int, int, int], None]:
+        def spoken(what: str, attempts: int) -> Callable[[int, int, int], None]:
+            began = time.monotonic()
+
             def progress(made: int, left: int, tokens: int) -> None:
                 if made % 64 == 0:
-                    say(f"{what}: {made} conversations, {tokens} answer tokens, {left} attempts left")
+                    minutes = (time.monotonic() - began) / 60 * left / max(attempts - left, 1)
+                    say(
+                        f"{what}: {made} conversations, {tokens} answer tokens, {left} attempts left,"
+                        f" about {minutes:.0f} min"
+                    )
 
             return progress
 
@@ -324,7 +331,7 @@ class TrainingRun:
                     excluded=refused,
                     given=given,
                     tokens=real_tokens(target),
-                    progress=spoken(what),
+                    progress=spoken(what, len(attempts)),
                 )
 
         if self.generate is not None:

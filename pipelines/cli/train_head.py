@@ -169,10 +169,11 @@ def train_head(
 
     def report(progress: Progress) -> None:
         line = f"step {progress.step}, {progress.share:.0%}, loss {progress.loss:.4f}"
-        if progress.acceptance is not None:
-            found = progress.acceptance
+        if progress.held_out is not None:
+            held_out_loss, found = progress.held_out
             each = " ".join(f"{p:.2f}" for p in found.per_position)
-            line += f"; held out: mean acceptance length {found.mean_length:.2f} at γ {found.gamma} ({each})"
+            line += f"; held out: loss {held_out_loss:.4f}"
+            line += f", mean acceptance length {found.mean_length:.2f} at γ {found.gamma} ({each})"
         console.line(f"{line}; {duration(progress.seconds_left)} left")
 
     started = time.monotonic()

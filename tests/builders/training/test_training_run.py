@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from builders.checkpoints.heads.reader import read_head
 from builders.checkpoints.heads.types import EagleHead
+from builders.training import loop
 from builders.training import run as run_module
 from builders.training.loop import Progress, TrainPlan, train
 from builders.training.run import (
@@ -118,11 +119,23 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
         replace(stopped, resume=True, out=tmp_path / "x", text=other_text).run(silent, silent)
 
 
-def test_the_clock_ends_a_run(target: Path, text: Path, tmp_path: Path) -> None:
+def test_the_clock_ends_a_run_and_progress_is_shown(
+    target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_SHOW_SECONDS", 0.05)
     plan = replace(PLAN, steps=None, minutes=0.02)
     shown: list[Progress] = []
     trained = make("medusa", target, text, tmp_path, plan=plan).run(silent, shown.append)
     assert trained.minutes >= 0.02
+    assert len(shown) >= 3
+    assert [p.step for p in shown] == sorted({p.step for p in shown})
+    for progress in shown:
+        assert progress.share > 0
+        assert progress.loss > 0
+        assert progress.seconds_left == pytest.approx(max(0, 1.2 * (1 - progress.share)), abs=0.3)
+    measured = [p.held_out for p in shown if p.held_out is not None]
+    assert measured
+    assert all(loss > 0 and acceptance.steps > 0 for loss, acceptance in measured)
     assert trained.steps > 0
 
 
