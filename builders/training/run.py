@@ -143,7 +143,6 @@ class TrainingRun:
         if self.out.exists():
             raise OutputTakenError("the folder exists", place=self.out)
         device = self._device()
-        torch.set_flush_denormal(True)  # tiny probabilities mean nothing and are slow
         target = read_checkpoint(self.target)
         self._check_layers(target)
         self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +153,11 @@ class TrainingRun:
         generation = GenerationPlan(seed=self.plan.seed, batch=min(128, self.generate or 128))
         settings = self._settings(target, generation)
         with _alone(self._folder):
-            return self._run(target, settings, generation, device, say, report)
+            torch.set_flush_denormal(True)  # tiny probabilities mean nothing and are slow
+            try:
+                return self._run(target, settings, generation, device, say, report)
+            finally:
+                torch.set_flush_denormal(False)  # the caller's arithmetic is not ours to change
 
     def _run(
         self,

@@ -112,7 +112,7 @@ def test_greedy_text_is_the_targets(
     assert drafted > 0
     accepted = sum(c.acceptance.accepted for c in found)
     steps = sum(c.acceptance.steps for c in found)
-    assert accepted / steps > (0.3 if facts.method in TRAINED else 0.02)
+    assert accepted / steps > (0.15 if facts.method in TRAINED else 0.02)  # chance: below 0.01
 
 
 def test_a_shuffled_head_drafts_no_better_than_a_random_one(prompts: list[list[int]], tmp_path: Path) -> None:
