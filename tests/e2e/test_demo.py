@@ -115,25 +115,29 @@ def test_greedy_text_is_the_targets(
     assert accepted / steps > (0.15 if facts.method in TRAINED else 0.02)  # chance: below 0.01
 
 
-def test_a_shuffled_head_drafts_no_better_than_a_random_one(prompts: list[list[int]], tmp_path: Path) -> None:
-    """What the shipped head's acceptance rests on: destroyed, it is that of chance."""
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa"])
+def test_a_shuffled_head_drafts_no_better_than_a_random_one(
+    method: str, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """What the shipped heads' acceptance rests on: destroyed, it is that of chance."""
     trained = tmp_path / "trained"
-    convert_head(EXAMPLES / "heads" / "smollm2-eagle3", trained)
+    convert_head(EXAMPLES / "heads" / f"smollm2-{method}", trained)
     generator = torch.Generator().manual_seed(0)
-    tensors = load_file(trained / "model.safetensors")
+    (file,) = trained.glob("*.safetensors")
+    tensors = load_file(file)
     rates = {}
     for name in ("trained", "shuffled", "random"):
         folder = tmp_path / name
         if name != "trained":
             shutil.copytree(trained, folder)
             changed = {k: _destroyed(v, name, generator) for k, v in tensors.items()}
-            save_file(changed, folder / "model.safetensors")
+            save_file(changed, folder / file.name)
         session, facts = zoo.make_session(
-            TARGET, tmp_path / f"engine-{name}", method="eagle3", gamma=3, drafter=folder, max_seq_len=512
+            TARGET, tmp_path / f"engine-{name}", method=method, gamma=3, drafter=folder, max_seq_len=512
         )
         found = Decoder(session, facts).run([Request(p, 2 * TOKENS) for p in prompts])
         rates[name] = sum(c.acceptance.accepted for c in found) / sum(c.acceptance.steps for c in found)
-    assert rates["trained"] > 0.25
+    assert rates["trained"] > 0.15
     assert rates["shuffled"] < 0.03
     assert abs(rates["shuffled"] - rates["random"]) < 0.03
 
