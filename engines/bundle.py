@@ -57,6 +57,7 @@ class IncompleteBundleError(BundleError):
     """There is no bundle, or its build did not end."""
 
     rule = "bundle.incomplete"
+    remedy_text = "Is this the folder of a bundle? If its build was stopped, run trtspec build SPEC again."
 
 
 class EditedBundleError(BundleError):

@@ -102,7 +102,11 @@ def _flatten(record: dict[str, Any], prefix: str = "") -> dict[str, str]:
         elif isinstance(value, list | tuple) and (len(value) > 16 or any(isinstance(v, dict) for v in value)):
             found[name] = f"{len(value)} entries"
         elif value not in (None, [], (), {}, ""):
-            found[name] = " ".join(map(_text, value)) if isinstance(value, list | tuple) else _text(value)
+            found[name] = (
+                ("; " if any(" " in _text(v) for v in value) else " ").join(map(_text, value))
+                if isinstance(value, list | tuple)
+                else _text(value)
+            )
     return found
 
 
