@@ -102,11 +102,8 @@ def _flatten(record: dict[str, Any], prefix: str = "") -> dict[str, str]:
         elif isinstance(value, list | tuple) and (len(value) > 16 or any(isinstance(v, dict) for v in value)):
             found[name] = f"{len(value)} entries"
         elif value not in (None, [], (), {}, ""):
-            found[name] = (
-                ("; " if any(" " in _text(v) for v in value) else " ").join(map(_text, value))
-                if isinstance(value, list | tuple)
-                else _text(value)
-            )
+            texts = [_text(v) for v in value] if isinstance(value, list | tuple) else [_text(value)]
+            found[name] = ("; " if any(" " in text for text in texts) else " ").join(texts)
     return found
 
 

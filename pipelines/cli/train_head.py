@@ -146,7 +146,7 @@ def train_head(
         method=method,
         target=target,
         out=output,
-        work=work or output.with_name(output.resolve().name + ".work"),
+        work=work or Path(f"{output.resolve()}.work"),
         plan=TrainPlan(
             seed=seed,
             steps=steps,

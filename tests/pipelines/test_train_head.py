@@ -65,6 +65,8 @@ def test_a_head_from_text(
         ("--steps", 3, "--layers", 10**6),
         ("--steps", 3, "--intermediate", 10**12),
         ("--steps", 3, "-o", "/"),
+        ("--steps", 3, "-o", "."),
+        ("--steps", 3, "-o", ""),
     ],
 )
 def test_options_out_of_range(
